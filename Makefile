@@ -1,0 +1,56 @@
+# One door for everything; continuous integration calls the same targets.
+#   make chat PROMPT="..."   set up, fetch the default model, start the daemon, stream an answer (no PROMPT: a conversation)
+#   make test                the default suite        make test-long   the big counts
+#   make check               ruff and mypy            make fix         what ruff can mend by itself
+#   make bench               side-by-side figures
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= smollm2:135m
+PROMPT ?=
+export PROMPT
+# Without a card nobody wants gigabytes of CUDA: the constraints file pins a CPU build of torch.
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
+TEST_ENV := TIERD_TEST_MODELS=$(CURDIR)/.cache/test-models NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba MYPYPATH=$(CURDIR)/.cache/mypy-path
+
+.PHONY: chat test test-long check fix bench clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-ready: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev-ready: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(PIP) -e ".[dev]"
+	@mkdir -p .cache/mypy-path && ln -sfn $(CURDIR) .cache/mypy-path/tierd
+	@touch $(VENV)/.run-ready $@
+
+.cache/test-models/smollm2-135m/manifest.json: | $(VENV)/.dev-ready
+	TIERD_MODELS_DIR=$(CURDIR)/.cache/test-models $(BIN)/tierd pull smollm2:135m
+
+chat: $(VENV)/.run-ready
+	@$(BIN)/tierd run $(MODEL) $(if $(PROMPT),"$$PROMPT")
+
+test: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
+	$(TEST_ENV) $(BIN)/pytest -m "not long" --durations=15
+
+test-long: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
+	$(TEST_ENV) $(BIN)/pytest -m long --timeout=900 --durations=15
+
+check: $(VENV)/.dev-ready
+	$(BIN)/ruff check .
+	$(TEST_ENV) $(BIN)/mypy --explicit-package-bases -p tierd.kernels -p tierd.tiers -p tierd.daemon -p tierd.clients
+
+fix: $(VENV)/.dev-ready
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
+	$(TEST_ENV) $(BIN)/python tests/bench/kernels.py
+	$(TEST_ENV) $(BIN)/python tests/bench/peers.py
+
+clean:
+	rm -rf $(VENV) .cache

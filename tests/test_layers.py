@@ -85,11 +85,13 @@ def test_torch_lives_in_the_reference_alone() -> None:
     assert users <= {"tierd.kernels.reference"}
 
 
-@pytest.mark.parametrize(
-    "module", ["tierd.daemon.protocol", "tierd.clients", "tierd.clients.aio", "tierd.clients.blocking", "tierd.daemon.cli"]
-)
+LIGHT = ["daemon.protocol", "clients", "clients.aio", "clients.blocking", "daemon.cli", "daemon.lifecycle"]
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(*sorted(m for m in {{'torch','numpy','numba','transformers','aiohttp'}} if m in sys.modules))"
+    heavy = ["torch", "numpy", "numba", "transformers", "aiohttp"]
+    code = f"import sys, tierd.{module}; print(*[m for m in {heavy} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert loaded == []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tierd.daemon.models.catalog import read_manifest
+from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels.packing import WeightFormat, unpack
 
@@ -29,7 +29,7 @@ def load_reference(model_dir: Path) -> Any:
     """transformers' model in fp32, its weights unpacked from the prepared records."""
     from transformers import AutoModelForCausalLM
 
-    manifest = read_manifest(model_dir)
+    manifest = load_manifest(model_dir)
     spec = manifest.spec
     data = np.memmap(model_dir / "weights.bin", dtype=np.uint8, mode="r")
     state: dict[str, torch.Tensor] = {}

@@ -52,7 +52,7 @@ def room_of(module: str) -> str:
     if parts[1] == "daemon":
         if len(parts) > 2 and parts[2] in ("engine", "models"):
             return f"daemon.{parts[2]}"
-        if len(parts) > 2 and parts[2] in ("protocol", "errors", "config", "paths", "log"):
+        if len(parts) > 2 and parts[2] in ("protocol", "errors", "config", "config_values", "paths", "log"):
             return "daemon.base"
         return "daemon"
     return parts[1]
@@ -137,7 +137,7 @@ def test_queues_have_bounds() -> None:
 
 
 def test_threads_start_only_where_somebody_hears_them_die() -> None:
-    owners = {"tierd.tiers.mover", "tierd.daemon.engine.step", "tierd.daemon.engine.worker"}
+    owners = {"tierd.kernels.cpu.team", "tierd.tiers.mover", "tierd.daemon.engine.step", "tierd.daemon.engine.worker"}
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):

@@ -161,10 +161,10 @@ def test_a_client_that_leaves_stops_the_work_and_keeps_the_pages(home: Home, mod
 @pytest.mark.parametrize(
     ("submit", "code", "words"),
     [
-        (Submit(model=MODEL, prompt="word " * 20000), "context_length_exceeded", "8192"),
+        (Submit(model=MODEL, prompt="word " * 20000), "context_length_exceeded", "20001"),
         (Submit(model="nobody", prompt="hi"), "model_not_found", "nobody"),
-        (Submit(model=MODEL, prompt="hi", sampling=Sampling(max_tokens=0)), "invalid_request", "max_tokens"),
-        (Submit(model=MODEL, messages=()), "invalid_request", "messages"),
+        (Submit(model=MODEL, prompt="hi", sampling=Sampling(max_tokens=0)), "bad_request", "max_tokens"),
+        (Submit(model=MODEL, messages=()), "bad_request", "messages"),
     ],
 )
 def test_bad_requests_are_told_why(shared_home: Home, submit: Submit, code: str, words: str) -> None:
@@ -185,7 +185,7 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory, models_dir: Path) -> I
 
 def test_the_command_line_answers(shared_home: Home) -> None:
     answer = json.loads(shared_home.command("run", "--json", "--max-tokens", "8", MODEL, "What is a page?").stdout)
-    assert set(answer) == {"text", "usage", "timings"}
+    assert {"text", "usage", "timings"} <= set(answer)
     assert answer["usage"]["completion_tokens"] <= 8
     expected = {"ttft_ms", "decode_tokens_per_s", "hit_device", "hit_host", "hit_nvme", "recomputed"}
     assert expected <= set(answer["timings"])

@@ -1,0 +1,107 @@
+"""A GGUF file as a `ModelSource`."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.models.ggml_types import readable
+from tierd.daemon.models.gguf_file import GgufFile
+from tierd.daemon.models.gguf_spec import ROPE_FREQS, spec_from_gguf
+from tierd.daemon.models.records import PlannedPart
+from tierd.daemon.models.source import (
+    ModelSource,
+    SourceTensor,
+    TextSide,
+    check_shape,
+    end_of_turn_ids,
+    merged_ids,
+    unpermuted,
+    unpermuted_vector,
+)
+from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.models.tokenizer_build import GgufTokenizer
+
+_NAMES = {
+    "embed": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "head": "output.weight",
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "o": "attn_output.weight",
+    "o_bias": "attn_output.bias",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "gate_bias": "ffn_gate.bias",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
+}
+
+
+def open_gguf(path: Path) -> ModelSource:
+    """Open a GGUF model. Raises ModelFileError for a file that is damaged or not supported."""
+    file = GgufFile(path)
+    try:
+        spec = spec_from_gguf(file)
+        text = _text(file, spec)
+    except BaseException:
+        file.close()
+        raise
+    used = {ROPE_FREQS}
+
+    def find(part: PlannedPart) -> SourceTensor:
+        name = _NAMES[part.slot] if part.layer < 0 else f"blk.{part.layer}.{_NAMES[part.slot]}"
+        found = file.tensors.get(name)
+        if found is None:
+            raise ModelFileError(f"{path.name}: tensor {name} is missing; the file is incomplete, fetch it again")
+        used.add(name)
+        read = functools.partial(file.read_rows, found)
+        tensor = SourceTensor(name, readable(found.type_id), found.rows, found.cols, read)
+        tensor = check_shape(tensor, part, found.num_dims)
+        if spec.family != "llama":
+            return tensor
+        match part.slot:
+            case "q" | "k":
+                return unpermuted(tensor, spec.head_dim)
+            case "q_bias" | "k_bias":
+                return unpermuted_vector(tensor, spec.head_dim)
+            case _:
+                return tensor
+
+    return ModelSource(spec, text, find, lambda: sorted(set(file.tensors) - used), file.close)
+
+
+def _text(file: GgufFile, spec: ModelSpec) -> TextSide:
+    tokenizer = GgufTokenizer(file.metadata, file.path.name)
+    if len(tokenizer.tokens) > spec.vocab:
+        raise ModelFileError(
+            f"{file.path.name}: {len(tokenizer.tokens)} tokens for an embedding of {spec.vocab}; fetch the file again"
+        )
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelFileError(f"{file.path.name}: the chat template isn't text; take another file of this model")
+    named = [tokenizer.special_id("eos"), tokenizer.special_id("eot"), tokenizer.special_id("eom")]
+    # There is no generation_config.json in a GGUF, whose list often has <|endoftext|> beside the end of a turn.
+    document_end = tokenizer.token_id("<|endoftext|>")
+    groups = [
+        [i for i in named if i is not None],
+        end_of_turn_ids(tokenizer.token_id, template),
+        [] if document_end is None else [document_end],
+    ]
+    return TextSide(
+        tokenizer_json=tokenizer.json,
+        chat_template=template,
+        eos_ids=merged_ids(groups, spec.vocab),
+        bos_id=tokenizer.special_id("bos"),
+        add_bos=tokenizer.add_bos,
+    )

@@ -1,0 +1,65 @@
+"""The Hugging Face hub behind a small interface, so that what is fetched is decided and tested without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tierd.daemon.errors import DownloadFailed, TierdError
+
+Progress = Callable[[str, int, int], None]
+
+
+class Hub(Protocol):
+    """What is needed of a hub. Both methods raise DownloadFailed."""
+
+    def files(self, repo: str, revision: str | None) -> list[str]:
+        """The files of a repository, as paths inside it."""
+
+    def snapshot(
+        self, repo: str, revision: str | None, patterns: Sequence[str], offline: bool, progress: Progress
+    ) -> Path:
+        """A directory that holds the files that match, from the cache alone if `offline`."""
+
+
+class HuggingFaceHub:
+    """The real hub. Its library keeps the files (`HF_HOME`), resumes `.incomplete` ones, and finds the user's token."""
+
+    def files(self, repo: str, revision: str | None) -> list[str]:
+        """See `Hub`."""
+        from huggingface_hub import HfApi  # 0.4 s that only a pull from the hub pays
+
+        try:
+            return list(HfApi().list_repo_files(repo, revision=revision))
+        except Exception as exc:  # its errors share no base with those of the transport below it
+            raise _failed(repo, exc) from exc
+
+    def snapshot(
+        self, repo: str, revision: str | None, patterns: Sequence[str], offline: bool, progress: Progress
+    ) -> Path:
+        """See `Hub`. How far it is stays unknown: the library tells only terminals."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+        progress("download", 0, 0)
+        try:
+            path = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), local_files_only=offline)
+        except Exception as exc:
+            raise _failed(repo, exc) from exc
+        return Path(path)
+
+
+def _failed(repo: str, exc: Exception) -> TierdError:
+    """The hub's error as ours: what happened, in a line, and what to do."""
+    hints = {
+        "GatedRepoError": "ask for access on its page, then log in with: hf auth login",
+        "RepositoryNotFoundError": "check the spelling; private repositories need: hf auth login",
+        "RevisionNotFoundError": "check the revision after the @",
+        "LocalEntryNotFoundError": "it isn't in the cache; check the network, or pull without --offline",
+    }
+    kind = type(exc).__name__
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    reason = lines[0][:300] if lines else kind
+    return DownloadFailed(f"{repo} could not be fetched: {reason}", hint=hints.get(kind, "check the network"))

@@ -1,0 +1,80 @@
+"""`tierd pull`: a reference -> a prepared model. Fetches, compares with what is there, imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierd.daemon.errors import Conflict, ModelInvalid, PermissionDenied, TierdError
+from tierd.daemon.models import catalog, fetch
+from tierd.daemon.models.catalog import Manifest
+from tierd.daemon.models.digests import source_digest
+from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.models.hub import Hub
+from tierd.daemon.models.importer import Progress, import_model
+from tierd.daemon.models.weights import AUTO, parse_format
+from tierd.daemon.paths import cache_dir as default_cache_dir
+
+UNCHANGED = "unchanged"  # the stage reported when nothing had to be done
+
+
+def pull(
+    ref: str,
+    models_dir: Path,
+    *,
+    name: str | None = None,
+    weights: str | None = None,
+    progress: Progress,
+    offline: bool = False,
+    force: bool = False,
+    cache_dir: Path | None = None,
+    hub: Hub | None = None,
+) -> Manifest:
+    """Prepare the model that `ref` means and return its manifest.
+
+    What is prepared already from the same content, in the same weight format, stays as it is: the stage `unchanged` is
+    reported then. Stages: `check`, `download`, `unpack`, `import`, `unchanged`. Raises only `TierdError`s: BadRequest
+    (reference, name), DownloadFailed, ModelInvalid (the files can't be used), OutOfSpace, Conflict (the name belongs to
+    a model of another source and not `force`, or another pull runs).
+    """
+    try:
+        target = catalog.parse_ref(name) if name is not None else fetch.default_name(ref)
+        wanted = parse_format(weights) or AUTO
+        current = _current(models_dir, target)
+        kept = current if current is not None and current.weights == wanted and not force else None
+        label = _label(ref)
+        if kept is not None and fetch.packaged(ref) is not None and kept.source == label:
+            # What such a reference means never changes, so there is nothing to fetch and compare.
+            progress(UNCHANGED, 1, 1)
+            return kept
+        source = fetch.resolve(ref, cache_dir or default_cache_dir(), progress, offline, hub=hub)
+        digest = source_digest(source)
+        if kept is not None and kept.source_digest == digest:
+            progress(UNCHANGED, 1, 1)
+            return kept
+        if current is not None and not force and current.source != label and current.source_digest != digest:
+            raise Conflict(
+                f"{target!r} is a model from {current.source}",
+                hint="give the new one another name with --name, or replace the old one with --force",
+            )
+        return import_model(source, models_dir, target, weights, progress, source_ref=label, replace=True)
+    except ModelFileError as exc:
+        raise ModelInvalid(str(exc)) from exc
+    except PermissionError as exc:
+        raise PermissionDenied(f"no permission for {exc.filename}", hint="check who owns the directory") from exc
+    except OSError as exc:
+        raise TierdError(f"pulling {ref} failed: {exc.strerror or exc}", hint="check the disk") from exc
+
+
+def _label(ref: str) -> str:
+    """How the manifest names the source: one spelling for a packaged model, an absolute path for a file."""
+    if fetch.packaged(ref) is not None:
+        return catalog.parse_ref(ref)
+    return ref if ref.startswith("hf:") else str(Path(ref).expanduser().resolve())
+
+
+def _current(models_dir: Path, name: str) -> Manifest | None:
+    """The manifest under this name, None if there is none or it is broken (it is replaced then)."""
+    try:
+        return catalog.load_manifest(models_dir / name)
+    except ModelFileError:
+        return None

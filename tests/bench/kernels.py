@@ -1,0 +1,177 @@
+"""Speed of the CPU kernels beside a measured roofline, and of a whole decoder of SmolLM2-135M's shape.
+
+    python tests/bench/kernels.py [--threads N] [--quick]
+
+Weights are random: the figures depend on shapes and formats only. Each figure is the median of its repetitions; on a
+machine that does other work, look at the smallest of several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numba
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
+from tierd.kernels.layout import PageLayout
+from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
+
+SMOLLM2_135M = DecoderShape(
+    num_layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, norm_eps=1e-5,
+    qk_norm=False, windows=(0,) * 30,
+)  # fmt: skip
+CONTEXT = 2304
+
+
+def median_s(run: Callable[[], object], repetitions: int) -> float:
+    """Median seconds of a call, after one that warms up."""
+    run()
+    times = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@njit(parallel=True, nogil=True, fastmath=True)
+def _read_all(a: NDArray[np.float32]) -> float:
+    total = np.float32(0)
+    for i in numba.prange(a.size):
+        total += a[i]
+    return total
+
+
+def roofline() -> tuple[float, float]:
+    """Bytes and float operations a second that this machine reaches: a sum over 256 MB, and numpy's sgemm."""
+    big = np.ones(64 * 2**20, np.float32)
+    bytes_per_s = big.nbytes / median_s(lambda: _read_all(big), 5)
+    a = np.ones((1024, 1024), np.float32)
+    flops = 2 * 1024**3 / median_s(lambda: a @ a, 9)
+    return bytes_per_s, flops
+
+
+def random_matrix(rng: np.random.Generator, format: WeightFormat, rows: int, cols: int) -> PackedMatrix:
+    w = (rng.standard_normal((rows, cols), np.float32) / np.float32(np.sqrt(cols))).astype(np.float32)
+    return PackedMatrix(format, rows, cols, pack(format, w))
+
+
+def synthetic_decoder(page_format: str, threads: int, max_rows: int) -> CpuDecoder:
+    """SmolLM2-135M in shape: int4-g32 layers, a tied int8-g32 embedding. Every layer has weights of its own."""
+    rng, shape = np.random.default_rng(0), SMOLLM2_135M
+    one = LayerWeights(
+        attn_norm=np.ones(shape.hidden, np.float32),
+        qkv=random_matrix(rng, WeightFormat.INT4_G32, shape.qkv_rows, shape.hidden),
+        o=random_matrix(rng, WeightFormat.INT4_G32, shape.hidden, shape.heads * shape.head_dim),
+        mlp_norm=np.ones(shape.hidden, np.float32),
+        gate_up=random_matrix(rng, WeightFormat.INT4_G32, 2 * shape.intermediate, shape.hidden),
+        down=random_matrix(rng, WeightFormat.INT4_G32, shape.hidden, shape.intermediate),
+    )
+
+    def copied(matrix: PackedMatrix) -> PackedMatrix:
+        return PackedMatrix(matrix.format, matrix.rows, matrix.cols, matrix.data.copy())
+
+    layers = [
+        LayerWeights(
+            one.attn_norm, copied(one.qkv), copied(one.o), one.mlp_norm, copied(one.gate_up), copied(one.down)
+        )
+        for _ in range(shape.num_layers)
+    ]
+    embed = random_matrix(rng, WeightFormat.INT8_G32, shape.vocab, shape.hidden)
+    angles = np.outer(np.arange(CONTEXT), 10000.0 ** (-np.arange(32) / 32))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    layout = PageLayout(shape.num_layers, shape.kv_heads, shape.head_dim, page_format)
+    return CpuDecoder(shape, layers, embed, one.attn_norm, embed, layout, cos, sin, max_rows, threads)
+
+
+def inputs(sequences: int, first: int, stop: int) -> dict[str, NDArray[np.int32]]:
+    """Rows first..stop of each sequence, logits of the last row of each."""
+    pages, count = -(-stop // 16), stop - first
+    columns = {
+        "tokens": np.arange(sequences * count) % 1000,
+        "positions": np.tile(np.arange(first, stop), sequences),
+        "row_seq": np.repeat(np.arange(sequences), count),
+        "page_table": np.arange(sequences * pages),
+        "page_offsets": np.arange(sequences + 1) * pages,
+        "logit_rows": np.arange(1, sequences + 1) * count - 1,
+    }
+    return {name: values.astype(np.int32) for name, values in columns.items()}
+
+
+def bench_decode(decoder: CpuDecoder, arena: NDArray[np.uint8], repetitions: int) -> None:
+    for sequences, context in ((1, 64), (1, 2000), (8, 64), (8, 2000)):
+        batch = inputs(sequences, context - 1, context)
+        seconds = median_s(lambda batch=batch: decoder.forward(arena, **batch), repetitions)
+        print(
+            f"  decode   batch {sequences}, context {context:4}: {1e3 * seconds:7.2f} ms,"
+            f" {sequences / seconds:6.1f} tokens/s"
+        )
+
+
+def bench_prefill(decoder: CpuDecoder, arena: NDArray[np.uint8], repetitions: int) -> None:
+    for tokens, chunk in ((512, 512), (512, 256), (2048, 512), (2048, 256)):
+        batches = [inputs(1, first, first + chunk) for first in range(0, tokens, chunk)]
+
+        def run(batches: list[dict[str, NDArray[np.int32]]] = batches) -> None:
+            for batch in batches:
+                decoder.forward(arena, **batch)
+
+        seconds = median_s(run, repetitions)
+        print(f"  prefill  {tokens:4} in chunks of {chunk}: {1e3 * seconds:7.0f} ms, {tokens / seconds:6.1f} tokens/s")
+
+
+def bench_products(threads: int, roof: tuple[float, float], repetitions: int) -> None:
+    """Matrix products alone, as a one-layer decoder can't show them: through the same launch, see `products.py`."""
+    from products import Product  # beside this script
+
+    rng = np.random.default_rng(0)
+    for format in (WeightFormat.INT4_G32, WeightFormat.INT8_G32):
+        for rows, cols in ((960, 576), (3072, 576), (576, 1536), (49152, 576)):
+            matrix = random_matrix(rng, format, rows, cols)
+            with Product(matrix, max_rows=512, threads=threads) as product:
+                one, many = np.ones((1, cols), np.float32), np.ones((512, cols), np.float32)
+                decode_s = median_s(lambda p=product, x=one: p(x), 10 * repetitions)
+                rate = matrix.data.nbytes / decode_s
+                text = (
+                    f"  {format:8} {rows:5} x {cols:4}: 1 row {1e6 * decode_s:6.0f} us,"
+                    f" {rows * cols / decode_s / 1e9:5.1f} Gweights/s, {rate / 1e9:5.1f} GB/s ({rate / roof[0]:4.0%})"
+                )
+                if rows < 10000:
+                    prefill_s = median_s(lambda p=product, x=many: p(x), repetitions)
+                    flops = 2 * 512 * rows * cols / prefill_s
+                    text += f"; 512 rows {flops / 1e9:5.0f} GFLOP/s ({flops / roof[1]:4.0%} of sgemm)"
+                print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, default=numba.get_num_threads())
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--only", choices=("products", "fp32", "fp16", "bf16"), help="one part")
+    arguments = parser.parse_args()
+    repetitions = 3 if arguments.quick else 9
+    start = time.perf_counter()
+    CpuDecoder.warm_up(lambda done, total: None)
+    print(f"kernels ready in {time.perf_counter() - start:.1f} s (compiled, or loaded from Numba's cache)")
+    if arguments.only in (None, "products"):
+        roof = roofline()
+        print(f"roofline: {roof[0] / 1e9:.1f} GB/s read, {roof[1] / 1e9:.0f} GFLOP/s sgemm (numpy)")
+        bench_products(arguments.threads, roof, repetitions)
+    for page_format in ("fp32", "fp16"):
+        if arguments.only in (None, page_format):
+            with synthetic_decoder(page_format, arguments.threads, 512) as decoder:
+                # Zeroed pages stand for the context that a decode step sees.
+                arena = np.zeros((8 * CONTEXT // 16, decoder.layout.record_bytes), np.uint8)
+                print(f"pages {page_format}, {arguments.threads} threads")
+                bench_decode(decoder, arena, 3 * repetitions)
+                bench_prefill(decoder, arena, repetitions)
+
+
+if __name__ == "__main__":
+    main()

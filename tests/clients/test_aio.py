@@ -1,0 +1,183 @@
+"""The asyncio client over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from fake_front import USAGE, FakeFront
+
+from tierd.clients import AsyncClient
+from tierd.clients.aio import INBOX_EVENTS
+from tierd.daemon.errors import (
+    ContextLengthExceeded,
+    DaemonUnreachable,
+    EngineFailed,
+    ModelNotFound,
+    ProtocolError,
+    TimedOut,
+)
+from tierd.daemon.protocol import Event, Submit
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[FakeFront]:
+    with FakeFront(tmp_path / "s") as front:
+        yield front
+
+
+@pytest.fixture
+async def client(front: FakeFront) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(front.path) as client:
+        yield client
+    assert client.statistics()[:2] == (0, 0), "no request state is left"
+
+
+def ask(prompt: str) -> Submit:
+    return Submit(model="m", prompt=prompt)
+
+
+async def collect(client: AsyncClient, prompt: str) -> list[Event]:
+    return [event async for event in client.generate(ask(prompt))]
+
+
+async def test_call(client: AsyncClient, front: FakeFront) -> None:
+    front.answers["load"] = {"model": "m"}
+    seen: list[Event] = []
+    assert await client.call("load", model="m", on_progress=seen.append) == {"model": "m"}
+    assert [event.data["done"] for event in seen] == [0, 5, 10]
+
+
+async def test_call_raises_the_error_of_the_daemon(client: AsyncClient, front: FakeFront) -> None:
+    front.answers["show"] = ModelNotFound("no such model")
+    with pytest.raises(ModelNotFound):
+        await client.call("show", model="m")
+    assert await client.call("ps") == {"engines": []}
+
+
+async def test_generate(client: AsyncClient) -> None:
+    events = await collect(client, "echo one two")
+    assert [event.ev for event in events] == ["accepted", "text", "text", "done"]
+    assert events[-1].data["usage"] == USAGE
+
+
+async def test_unknown_events_pass(client: AsyncClient) -> None:
+    assert [event.ev for event in await collect(client, "noise")] == ["accepted", "weather", "done"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("refuse", ContextLengthExceeded),
+        ("fail", EngineFailed),
+        ("drop", DaemonUnreachable),
+        ("garbage", ProtocolError),
+    ],
+)
+async def test_generate_raises_typed_errors(client: AsyncClient, prompt: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        await collect(client, prompt)
+
+
+async def test_many_at_once_on_one_connection(client: AsyncClient, front: FakeFront) -> None:
+    prompts = [f"echo {' '.join([str(number)] * 20)}" for number in range(40)]
+    collected, engines = await asyncio.gather(
+        asyncio.gather(*(collect(client, prompt) for prompt in prompts)), client.call("ps")
+    )
+    assert engines == {"engines": []}
+    for number, events in enumerate(collected):
+        text = "".join(event.data["text"] for event in events if event.ev == "text")
+        assert text == f"{number} " * 20
+        assert [event.ev for event in events].count("done") == 1
+    assert front.connections == 1
+
+
+async def test_calls_go_on_while_a_stream_is_open(client: AsyncClient) -> None:
+    async with contextlib.aclosing(client.generate(ask("slow"))) as events:
+        assert (await anext(events)).ev == "accepted"
+        assert await client.call("ps") == {"engines": []}
+
+
+async def test_a_slow_reader_stays_bounded_and_blocks_nobody(client: AsyncClient) -> None:
+    count = 20 * INBOX_EVENTS
+    async with contextlib.aclosing(client.generate(ask(f"flood {count}"))) as events:
+        first = await anext(events)
+        while client.statistics().merged_events < 10 * INBOX_EVENTS:
+            assert await client.call("ps") == {"engines": []}
+        assert client.statistics().waiting_events <= INBOX_EVENTS + 1
+        rest = [event async for event in events]
+    assert first.ev == "accepted"
+    assert "".join(event.data["text"] for event in rest[:-1]) == "".join(f"{number} " for number in range(count))
+    assert sum((event.data["tokens"] for event in rest[:-1]), []) == list(range(count))
+    assert rest[-1].ev == "done"
+
+
+async def test_aclose_cancels(client: AsyncClient, front: FakeFront) -> None:
+    async with contextlib.aclosing(client.generate(ask("slow"))) as events:
+        async for event in events:
+            if event.ev == "text":
+                break
+    assert await asyncio.to_thread(front.wait_for_cancel) == [1]
+    assert await client.call("ps") == {"engines": []}
+
+
+async def test_cancelling_the_reading_task_cancels(client: AsyncClient, front: FakeFront) -> None:
+    task = asyncio.create_task(collect(client, "slow"))
+    await asyncio.to_thread(front.wait_for_submit)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(front.wait_for_cancel) == [1]
+
+
+async def test_silence_has_a_deadline(client: AsyncClient, front: FakeFront) -> None:
+    with pytest.raises(TimedOut):
+        async for _ in client.generate(ask("silent"), wait_s=0.05):
+            pass
+    assert await asyncio.to_thread(front.wait_for_cancel) == [1]
+
+
+async def test_a_lost_connection_is_told_to_all_and_to_later_ones(front: FakeFront) -> None:
+    async with AsyncClient(front.path) as client:
+        waiting = [asyncio.create_task(collect(client, "silent")) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(DaemonUnreachable):
+            await collect(client, "drop")
+        for task in waiting:
+            with pytest.raises(DaemonUnreachable):
+                await task
+        with pytest.raises(DaemonUnreachable):
+            await client.call("ps")
+        await client.connect()
+        assert await client.call("ps") == {"engines": []}
+
+
+async def test_closing_the_client_ends_its_requests(front: FakeFront) -> None:
+    client = await AsyncClient(front.path).connect()
+    task = asyncio.create_task(collect(client, "slow"))
+    await asyncio.to_thread(front.wait_for_submit)
+    await client.aclose()
+    await client.aclose()
+    with pytest.raises(DaemonUnreachable):
+        await task
+
+
+async def test_no_socket_and_stale_socket(tmp_path: Path) -> None:
+    with pytest.raises(DaemonUnreachable, match="no daemon runs"):
+        await AsyncClient(tmp_path / "none").connect()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(tmp_path / "stale"))
+    with pytest.raises(DaemonUnreachable, match="left over"):
+        await AsyncClient(tmp_path / "stale").connect()
+    with pytest.raises(DaemonUnreachable):
+        await AsyncClient(tmp_path / ("x" * 200)).connect()
+
+
+async def test_a_message_that_is_too_large(client: AsyncClient) -> None:
+    with pytest.raises(ProtocolError):
+        await collect(client, "x" * (17 << 20))
+    assert await client.call("ps") == {"engines": []}

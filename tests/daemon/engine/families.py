@@ -1,0 +1,118 @@
+"""Tiny random models of each family: transformers' own class on one side, the prepared model on the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tqdm
+import transformers
+
+from tests.daemon.engine.vocabularies import byte_level
+from tierd.daemon.engine.model import rope
+from tierd.daemon.engine.model.load import load_weights
+from tierd.daemon.models.catalog import load_manifest
+from tierd.daemon.models.importer import import_model
+from tierd.kernels.cpu.step import CpuDecoder
+from tierd.kernels.layout import PAGE_TOKENS, PageLayout
+
+tqdm.tqdm.monitor_interval = 0  # saving a model shows a bar, whose monitor would be a thread left over
+VOCAB = 320
+CONTEXT = 128
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "tie_word_embeddings": True}),
+    "llama, llama3 rope": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama, linear rope": (
+        "Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, "head_dim": 32}
+    ),
+    "llama, dynamic rope, biases": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            "attention_bias": True, "mlp_bias": True,
+        },
+    ),
+    "mistral, sliding window": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, yarn, half of the layers in a window": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32
+            },
+            "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1,
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
+}  # fmt: skip
+
+
+def reference(family: str, seed: int = 0) -> Any:
+    """A random model of transformers, biases and norms random too."""
+    kind, settings = FAMILIES[family]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**COMMON | settings)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def prepare(model: Any, directory: Path, weights: str = "fp32") -> Path:
+    """Save a model of transformers and import it; the directory of the prepared model."""
+    source, models_dir = directory / "source", directory / "models"
+    models_dir.mkdir(parents=True)
+    model.save_pretrained(source)
+    byte_level()._tokenizer.save(str(source / "tokenizer.json"))
+    import_model(source, models_dir, "tiny", weights, lambda _stage, _done, _total: None)
+    return models_dir / "tiny"
+
+
+class Pass:
+    """One sequence through a `CpuDecoder`, its pages scattered over an arena of stale memory."""
+
+    def __init__(self, prepared: Path, context: int = CONTEXT) -> None:
+        manifest = load_manifest(prepared)
+        weights = load_weights(prepared, manifest, lambda _done, _total: None)
+        spec = manifest.spec
+        layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim)
+        cos, sin = rope.tables(rope.frequencies(spec, context), context)
+        self.decoder = CpuDecoder(
+            weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin, context, 2
+        )
+        pages = context // PAGE_TOKENS
+        self.arena = np.full((2 * pages, layout.record_bytes), 0xFF, np.uint8)
+        self.table = np.random.default_rng(1).permutation(2 * pages)[:pages].astype(np.int32)
+
+    def __call__(self, tokens: list[int], start: int) -> np.ndarray:
+        """Logits of every row [tokens, vocab]."""
+        count = len(tokens)
+        return self.decoder.forward(
+            self.arena,
+            np.array(tokens, np.int32),
+            np.arange(start, start + count, dtype=np.int32),
+            np.zeros(count, np.int32),
+            self.table,
+            np.array([0, len(self.table)], np.int32),
+            np.arange(count, dtype=np.int32),
+        )

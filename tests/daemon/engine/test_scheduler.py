@@ -1,0 +1,199 @@
+"""The planner alone, and driven by a simulation of pages and steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tierd.daemon.engine import scheduler
+from tierd.daemon.engine.scheduler import Limits, Phase, Rates, Snapshot, Stream
+
+LIMITS = Limits(max_rows=64, max_streams=4, page_tokens=4)
+MEASURED = Rates(decode_s=0.01, row_s=0.004, mixed=True)
+
+
+def stream(number: int, phase: Phase, known: int, computed: int = 0, pages: int = 0, waited_s: float = 0.0) -> Stream:
+    return Stream(number, (float(number), number), phase, known, computed, pages, waited_s)
+
+
+def planned(*streams: Stream, free: int = 1000, rates: Rates = MEASURED, limits: Limits = LIMITS) -> scheduler.Plan:
+    return scheduler.plan(Snapshot(streams, free, rates), limits)
+
+
+def test_decoding_streams_get_one_row_each() -> None:
+    plan = planned(stream(1, Phase.DECODE, 10, 9, 3), stream(2, Phase.DECODE, 21, 20, 5))
+    assert [(chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in plan.chunks] == [
+        (1, 9, 1, True),
+        (2, 20, 1, True),
+    ]
+
+
+def test_a_prompt_alone_gets_the_whole_budget() -> None:
+    plan = planned(stream(1, Phase.PREFILL, 100))
+    assert [(chunk.count, chunk.sample) for chunk in plan.chunks] == [(64, False)]
+
+
+def test_the_last_chunk_of_a_prompt_samples() -> None:
+    plan = planned(stream(1, Phase.PREFILL, 100, 64, 16))
+    assert [(chunk.start, chunk.count, chunk.sample) for chunk in plan.chunks] == [(64, 36, True)]
+
+
+def test_prompt_rows_beside_decoding_streams_keep_the_step_near_its_target() -> None:
+    plan = planned(stream(1, Phase.DECODE, 10, 9, 3), stream(2, Phase.PREFILL, 500))
+    # 50 ms target, 10 ms of them for decoding, 4 ms a row
+    assert [chunk.count for chunk in plan.chunks] == [1, 10]
+
+
+def test_a_long_decode_step_may_be_doubled() -> None:
+    assert scheduler.prefill_rows(LIMITS, Rates(decode_s=0.2, row_s=0.01, mixed=True), 3) == 20
+
+
+def test_a_slow_machine_still_prefills() -> None:
+    assert scheduler.prefill_rows(LIMITS, Rates(decode_s=0.01, row_s=9.0, mixed=True), 1) == scheduler.MIN_PREFILL_ROWS
+
+
+def test_rates_are_learned_from_steps() -> None:
+    rates = Rates().after(1.0, 0, 100)
+    assert rates.row_s == pytest.approx(0.01)
+    rates = rates.after(0.02, 2, 0)
+    assert rates.decode_s == pytest.approx(0.02)
+    rates = rates.after(0.12, 2, 10)  # the first mixed step replaces what prompts alone cost
+    assert rates.row_s == pytest.approx(0.01) and rates.mixed
+    assert rates.after(9.0, 0, 9) == rates  # prompt rows alone are cheaper each: no measure for mixed steps
+
+
+def test_half_of_the_rows_are_the_oldest_prompts_and_half_the_shortest() -> None:
+    rows = scheduler.share(
+        20, [stream(1, Phase.PREFILL, 1000), stream(2, Phase.PREFILL, 300), stream(3, Phase.PREFILL, 6)]
+    )
+    assert rows == {1: 10, 3: 6, 2: 4}
+
+
+def test_rows_that_nobody_else_needs_go_to_the_oldest() -> None:
+    assert scheduler.share(20, [stream(1, Phase.PREFILL, 1000), stream(2, Phase.PREFILL, 3)]) == {1: 17, 2: 3}
+
+
+def test_admission_is_by_rank_and_bounded() -> None:
+    plan = planned(*(stream(number, Phase.WAITING, 8) for number in (5, 3, 1, 4, 2)))
+    assert plan.admit == (1, 2, 3, 4)
+
+
+def test_admission_needs_pages_beside_what_active_streams_still_need() -> None:
+    active = stream(1, Phase.PREFILL, 40, 0, 0)  # 10 pages, and one to go on
+    assert planned(active, stream(2, Phase.WAITING, 39), free=20).admit == ()
+    assert planned(active, stream(2, Phase.WAITING, 39), free=31).admit == (2,)
+
+
+def test_a_small_request_passes_a_large_one_until_that_lost_patience() -> None:
+    active = stream(1, Phase.DECODE, 8, 7, 2)
+    large, small = stream(2, Phase.WAITING, 400), stream(3, Phase.WAITING, 4)
+    assert planned(active, large, small, free=20).admit == (3,)
+    tired = dataclasses.replace(large, waited_s=scheduler.PATIENCE_S)
+    assert planned(active, tired, small, free=20).admit == ()
+
+
+def test_when_pages_run_out_the_last_in_rank_gives_its_own_back() -> None:
+    first, last = stream(1, Phase.DECODE, 9, 8, 2), stream(2, Phase.DECODE, 6, 5, 2)
+    plan = planned(first, last, stream(3, Phase.WAITING, 4), free=0)
+    assert plan.preempt == (2,) and plan.admit == () and plan.chunks == ()
+
+
+def test_the_last_in_rank_waits_for_pages_itself() -> None:
+    first, last = stream(1, Phase.DECODE, 7, 6, 2), stream(2, Phase.DECODE, 9, 8, 2)
+    plan = planned(first, last, free=0)
+    assert plan.preempt == () and [chunk.id for chunk in plan.chunks] == [1]
+
+
+def test_contradicting_limits_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_rows"):
+        Limits(max_rows=4, max_streams=4, page_tokens=4)
+    with pytest.raises(ValueError, match="positive"):
+        Limits(max_rows=4, max_streams=0, page_tokens=4)
+
+
+streams_strategy = st.lists(
+    st.builds(
+        lambda number, phase, known, done, spare: stream(
+            number,
+            phase,
+            known,
+            0 if phase is Phase.WAITING else min(done, known - 1) if phase is not Phase.DECODE else known - 1,
+            0
+            if phase in (Phase.WAITING, Phase.FETCHING)
+            else scheduler.pages_for(known - 1 if phase is Phase.DECODE else min(done, known - 1), 4) + spare,
+        ),
+        st.integers(0, 10_000),
+        st.sampled_from([Phase.WAITING, Phase.FETCHING, Phase.PREFILL, Phase.DECODE]),
+        st.integers(1, 300),
+        st.integers(0, 300),
+        st.integers(0, 1),
+    ),
+    max_size=4,
+    unique_by=lambda one: one.id,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(streams_strategy, st.integers(0, 40), st.floats(0, 0.1), st.floats(0, 0.1))
+def test_every_plan_is_valid(streams: list[Stream], free: int, decode_s: float, row_s: float) -> None:
+    plan = planned(*streams, free=free, rates=Rates(decode_s, row_s, mixed=True))
+    by_id = {one.id: one for one in streams}
+    assert sum(chunk.count for chunk in plan.chunks) <= LIMITS.max_rows
+    new_pages = 0
+    for chunk in plan.chunks:
+        one = by_id[chunk.id]
+        assert one.phase in (Phase.PREFILL, Phase.DECODE) and chunk.id not in plan.preempt
+        assert chunk.start == one.computed_tokens and 1 <= chunk.count <= one.remaining
+        assert chunk.sample == (chunk.start + chunk.count == one.known_tokens)
+        new_pages += max(scheduler.pages_for(chunk.start + chunk.count, 4) - one.pages, 0)
+    assert new_pages <= free
+    assert all(by_id[number].phase is Phase.WAITING for number in plan.admit)
+    active = sum(one.phase is not Phase.WAITING for one in streams)
+    assert active + len(plan.admit) <= max(LIMITS.max_streams, active)
+    first = min((one.rank for one in streams), default=None)
+    assert all(by_id[number].rank != first for number in plan.preempt)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=12),
+    st.integers(24, 40),
+)
+def test_everybody_finishes_and_the_first_never_stands_still(jobs: list[tuple[int, int, int]], total: int) -> None:
+    """`jobs`: (prompt tokens, answer tokens, step of arrival). 24 pages of 4 tokens hold the largest of them alone."""
+    waiting = dict(enumerate(jobs))
+    live: dict[int, Stream] = {}
+    answered = dict.fromkeys(waiting, 0)
+    for step in range(3000):
+        for number, (prompt, _answer, arrival) in list(waiting.items()):
+            if arrival <= step:
+                del waiting[number]
+                live[number] = Stream(number, (float(arrival), number), Phase.WAITING, prompt)
+        if not waiting and not live:
+            break
+        first = min(live.values(), key=lambda one: one.rank) if live else None
+        free = total - sum(one.pages for one in live.values())
+        plan = scheduler.plan(Snapshot(tuple(live.values()), free, MEASURED), LIMITS)
+        for number in plan.preempt:
+            live[number] = dataclasses.replace(live[number], phase=Phase.WAITING, computed_tokens=0, pages=0)
+        for number in plan.admit:
+            live[number] = dataclasses.replace(live[number], phase=Phase.PREFILL)
+        moved = set(plan.admit) | set(plan.preempt)
+        for chunk in plan.chunks:
+            one = live[chunk.id]
+            end = chunk.start + chunk.count
+            pages = max(one.pages, scheduler.pages_for(end, 4))
+            one = dataclasses.replace(one, computed_tokens=end, pages=pages)
+            moved.add(chunk.id)
+            if chunk.sample:
+                answered[chunk.id] += 1
+                one = dataclasses.replace(one, phase=Phase.DECODE, known_tokens=one.known_tokens + 1)
+            live[chunk.id] = one
+            if answered[chunk.id] == jobs[chunk.id][1]:
+                del live[chunk.id]
+        assert sum(one.pages for one in live.values()) <= total
+        if first is not None and first.phase is not Phase.WAITING:
+            assert first.id in moved or plan.preempt  # it moves, or somebody gives pages back for it
+    assert not waiting and not live

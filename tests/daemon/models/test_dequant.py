@@ -1,0 +1,62 @@
+"""Against the `gguf` package: the same blocks give the same numbers, and the splits lose nothing."""
+
+import gguf
+import numpy as np
+import pytest
+
+from tierd.daemon.models.dequant import dequantize, split_int4, split_int8
+from tierd.daemon.models.ggml_types import BLOCKS, GgmlType, row_bytes
+
+ROWS, COLS = 7, 512
+
+
+def random_blocks(kind: GgmlType) -> np.ndarray:  # [ROWS, row_bytes]
+    """Random bytes, with scales that are finite: a random fp16 may be a NaN, which equals nothing."""
+    rng = np.random.default_rng(int(kind))
+    _, block, size = BLOCKS[kind]
+    raw = rng.integers(0, 256, (ROWS, COLS // block, size), dtype=np.uint8)
+    halves = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+    for at in halves.get(kind.name, [208] if kind is GgmlType.Q6_K else []):
+        values = rng.standard_normal(raw.shape[:2]).astype(np.float16)
+        raw[:, :, at : at + 2] = values[..., None].view(np.uint8)
+    raw = raw.reshape(ROWS, -1)
+    if kind in (GgmlType.F32, GgmlType.F16, GgmlType.BF16):
+        values32 = rng.standard_normal((ROWS, COLS)).astype(np.float32)
+        raw = gguf.quants.quantize(values32, gguf.GGMLQuantizationType(int(kind))).view(np.uint8)
+    assert raw.shape[1] == row_bytes(kind, COLS)
+    return raw
+
+
+@pytest.mark.parametrize("kind", list(GgmlType))
+def test_equals_gguf_bit_for_bit(kind):
+    raw = random_blocks(kind)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(int(kind)))
+    got = dequantize(kind, raw)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q5_0, GgmlType.Q4_0])
+def test_int8_split_is_lossless(kind):
+    raw = random_blocks(kind)
+    quants, scale = split_int8(kind, raw)
+    assert quants.dtype == np.int8 and scale.dtype == np.float16
+    values = quants.reshape(ROWS, -1, 32).astype(np.float32) * scale.astype(np.float32)[:, :, None]
+    np.testing.assert_array_equal(values.reshape(ROWS, -1), dequantize(kind, raw))
+
+
+@pytest.mark.parametrize("kind", [GgmlType.Q4_1, GgmlType.Q4_0])
+def test_int4_split_is_lossless(kind):
+    raw = random_blocks(kind)
+    quants, scale, minimum = split_int4(kind, raw)
+    assert quants.dtype == np.uint8 and quants.max() <= 15
+    groups = quants.reshape(ROWS, -1, 32).astype(np.float32)
+    values = groups * scale.astype(np.float32)[:, :, None] + minimum.astype(np.float32)[:, :, None]
+    np.testing.assert_array_equal(values.reshape(ROWS, -1), dequantize(kind, raw))
+
+
+def test_splits_refuse_other_types():
+    with pytest.raises(ValueError, match="Q6_K doesn't split"):
+        split_int8(GgmlType.Q6_K, random_blocks(GgmlType.Q6_K))
+    with pytest.raises(ValueError, match="Q8_0 doesn't split"):
+        split_int4(GgmlType.Q8_0, random_blocks(GgmlType.Q8_0))

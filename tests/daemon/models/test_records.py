@@ -1,0 +1,39 @@
+from tierd.daemon.models.records import plan_records
+from tierd.daemon.models.spec import ModelSpec
+
+PLAIN = ModelSpec("llama", 2, 64, 96, 4, 2, 16, 320, 256, 1e-5, tied=True)
+
+
+def test_records_of_a_plain_model():
+    records = plan_records(PLAIN)
+    assert [r.name for r in records] == ["embed", "layer.0", "layer.1", "final"]
+    layer = {t.name: t for t in records[2].tensors}
+    assert list(layer) == ["attn_norm", "qkv", "o", "mlp_norm", "gate_up", "down"]
+    assert (layer["qkv"].rows, layer["qkv"].cols) == (128, 64)
+    assert [(p.slot, p.layer, p.rows) for p in layer["qkv"].parts] == [("q", 1, 64), ("k", 1, 32), ("v", 1, 32)]
+    assert [(p.slot, p.rows) for p in layer["gate_up"].parts] == [("gate", 96), ("up", 96)]
+    assert (layer["down"].rows, layer["down"].cols) == (64, 96)
+    assert layer["attn_norm"].vector and (layer["attn_norm"].rows, layer["attn_norm"].cols) == (1, 64)
+
+
+def test_everything_optional():
+    spec = ModelSpec(
+        "qwen3", 1, 64, 96, 4, 2, 32, 320, 256, 1e-5, False, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True
+    )
+    records = plan_records(spec)
+    assert [r.name for r in records] == ["embed", "layer.0", "final", "head"]
+    layer = {t.name: (t.rows, t.cols) for t in records[1].tensors}
+    assert layer == {
+        "attn_norm": (1, 64),
+        "qkv": (256, 64),
+        "qkv_bias": (1, 256),
+        "q_norm": (1, 32),
+        "k_norm": (1, 32),
+        "o": (64, 128),
+        "o_bias": (1, 64),
+        "mlp_norm": (1, 64),
+        "gate_up": (192, 64),
+        "gate_up_bias": (1, 192),
+        "down": (64, 96),
+        "down_bias": (1, 64),
+    }

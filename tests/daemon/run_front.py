@@ -1,0 +1,32 @@
+"""`tierd serve` with the fake engine: `run_front.py DIRECTORY JSON`, changes of settings and, in `times`, constants."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import msgspec
+from tierd.daemon import lifecycle, service
+from tierd.daemon.config import Settings
+from tierd.daemon.errors import TierdError
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    root = Path(sys.argv[1])
+    changes = json.loads(sys.argv[2])
+    for name, value in changes.pop("times", {}).items():
+        setattr(service if hasattr(service, name) else lifecycle, name, value)
+    given = {
+        "models_dir": root / "models", "cache_dir": root / "cache", "socket": root / "run" / "t.sock",
+        "listen": "127.0.0.1:0", "nvme_mem": 1 << 30, "default_model": "alpha",
+    }  # fmt: skip
+    if "socket" in changes:
+        changes["socket"] = Path(changes["socket"])
+    fake = (sys.executable, "-S", str(Path(__file__).resolve().parent / "fake_engine.py"))
+    packages = str(Path(msgspec.__file__).parents[1])
+    try:
+        code = lifecycle.serve(Settings(**(given | changes)), command=(*fake, packages))
+    except TierdError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        code = exc.exit_code
+    sys.exit(code)

@@ -1,0 +1,81 @@
+"""One engine process and what is heard of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+from front_harness import set_options, until
+from tierd.daemon.broadcast import Broadcast
+from tierd.daemon.child import EngineProcess, EngineState, _without_internals
+from tierd.daemon.errors import EngineFailed, TimedOut, Unsupported
+from tierd.daemon.protocol import Submit
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("MemoryError: no 5 bytes", "MemoryError: no 5 bytes"),
+        ("bad object at 0x7f00dead in /home/joe/.cache/x.py", "bad object at 0x... in x.py"),
+        ("open('/var/lib/tierd/weights.bin')", "open('weights.bin')"),
+        ("a/b is a ratio", "a/b is a ratio"),
+    ],
+)
+def test_last_words_hold_no_internals(line, shown):
+    assert _without_internals(line) == shown
+
+
+def python(code):
+    return (sys.executable, "-c", code)
+
+
+async def test_the_tail_of_standard_error_is_kept_and_bounded():
+    code = "import sys\ne = sys.stderr\nfor n in range(500): print(n, file=e)\nprint('x' * 100000, file=e); sys.exit(3)"
+    engine = EngineProcess("m", Broadcast(), python(code))
+    await engine.live("{}")
+    assert engine.state is EngineState.ENDED and len(engine._tail) == 20
+    assert engine.last_words().startswith("exit code 3: ") and len(engine.last_words()) < 400
+
+
+async def test_a_command_that_is_not_there():
+    engine = EngineProcess("m", Broadcast(), ("/nowhere/python",))
+    await engine.live("{}")
+    assert isinstance(engine.error, EngineFailed) and engine.state is EngineState.ENDED
+    with pytest.raises(EngineFailed):
+        await engine.generate(Submit("m", prompt="x"))
+    assert engine.busy == 0
+
+
+async def test_a_process_that_closes_its_socket_but_stays_is_killed(monkeypatch):
+    monkeypatch.setattr("tierd.daemon.child.EXIT_GRACE_S", 0.2)
+    code = "import os, sys, time; os.close(int(sys.argv[2])); time.sleep(60)"
+    engine = EngineProcess("m", Broadcast(), python(code))
+    await engine.live("{}")
+    assert "signal 9" in engine.last_words()
+
+
+async def test_calls_get_answers_errors_and_deadlines(front):
+    await front.service.load("alpha")
+    engine = front.engine()
+    assert (await engine.call("tokenize", {"text": "x"}, 5))["tokens"]
+    with pytest.raises(Unsupported):
+        await engine.call("nonsense", {}, 5)
+    set_options(front.settings.models_dir / "alpha", flush_s=0.5)
+    engine.kill()
+    with pytest.raises(EngineFailed):
+        await engine.call("tokenize", {"text": "x"}, 5)
+    await until(lambda: not front.supervisor.engines)
+    await front.service.load("alpha")
+    with pytest.raises(TimedOut, match="flush"):
+        await front.engine().call("flush", {}, 0.05)
+    assert front.engine().busy == 0
+
+
+async def test_a_cancelled_owner_leaves_no_process():
+    engine = EngineProcess("m", Broadcast(), python("import time; time.sleep(60)"))
+    task = asyncio.create_task(engine.live("{}"))
+    await until(lambda: engine.pid)
+    task.cancel()
+    await asyncio.wait([task])
+    assert engine._process.returncode == -9

@@ -1,0 +1,84 @@
+"""What the verbs share."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import pytest
+
+from tierd.daemon import cli_common as common
+from tierd.daemon.config import setting_docs
+from tierd.daemon.errors import BadRequest
+from tierd.daemon.protocol import Event
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "-"), (0, "0 B"), (1500, "1.5 kB"), (123456, "123 kB"), (9.8e7, "98.0 MB"), (5e12, "5.0 TB")],
+)
+def test_human_bytes(count: float | None, text: str) -> None:
+    assert common.human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.2, "0s"), (119, "119s"), (890, "15m"), (7200, "2h"), (200_000, "2d")]
+)
+def test_human_seconds(seconds: float | None, text: str) -> None:
+    assert common.human_seconds(seconds) == text
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    common.print_table(("A", "LONG"), [("wide cell", 1), ("x\ny", 22)])
+    assert capsys.readouterr().out == "A          LONG\nwide cell  1\nx y        22\n"
+
+
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = common.Progress()
+    for done in range(0, 101):
+        progress("download", done * 1_000_000, 100_000_000)
+    progress("import", 0, 0)
+    progress.finish()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 12
+    assert lines[0] == "download 0% 0 B of 100 MB" and lines[10] == "download 100% 100 MB of 100 MB"
+
+
+def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = common.Progress()
+    progress("weights\x1b[2J", 5, 10)
+    progress.on_event(Event(1, "progress", {"text": "odd", "done": "x", "total": None}))
+    progress.finish()
+    said = capsys.readouterr().err
+    assert "█" in said and "5 of 10" in said and "[2J" in said and "\x1b[2J" not in said
+    assert said.endswith("\n")
+
+
+def test_given_flags_leave_secrets_out() -> None:
+    flags = {"threads": "2", "offline": True, "api_key": "hush", "listen": "", "host_mem": None}
+    assert common.given_flags(flags) == ["--listen=", "--threads=2", "--offline"]
+    assert common.given_flags({"offline": False}) == ["--no-offline"]
+
+
+def test_settings_options_make_a_flag_of_every_setting() -> None:
+    @click.command()
+    @common.settings_options(without=("ctx",))
+    def verb(flags: dict[str, object]) -> None:
+        """Take them."""
+
+    assert {option.name for option in verb.params} == {doc.name for doc in setting_docs()} - {"ctx"}
+
+
+def test_confirm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    common.confirm("Sure?", yes=True)
+    with pytest.raises(BadRequest) as caught:
+        common.confirm("Sure?", yes=False)
+    assert caught.value.hint == "add --yes"
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdin, "readline", lambda: "Yes\n", raising=False)
+    common.confirm("Sure?", yes=False)
+    monkeypatch.setattr(sys.stdin, "readline", lambda: "\n", raising=False)
+    with pytest.raises(click.exceptions.Exit):
+        common.confirm("Sure?", yes=False)

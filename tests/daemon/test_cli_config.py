@@ -1,0 +1,52 @@
+"""config show, config path, version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli_rig import Cli
+
+from tierd.daemon.config import setting_docs
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(tmp_path, monkeypatch, capsys)
+
+
+def test_show_lists_every_setting(cli: Cli) -> None:
+    lines = cli("config", "show").out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [doc.key for doc in setting_docs()]
+
+
+def test_show_origin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = cli.home / "config" / "tierd" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("max_queue = 9\n")
+    monkeypatch.setenv("TIERD_MAX_STREAMS", "3")
+    shown = cli("config", "show", "--origin", "--json", "--threads", "2", "--device-mem", "1GB").json
+    assert shown["max_queue"] == {"value": 9, "origin": f"file {file}"}
+    assert shown["max_streams"] == {"value": 3, "origin": "env TIERD_MAX_STREAMS"}
+    assert shown["threads"] == {"value": 2, "origin": "flag --threads"}
+    assert shown["device_mem"] == {"value": 10**9, "origin": "flag --device-mem", "bytes": 10**9}
+    assert shown["host_mem"]["value"] == "auto" and shown["host_mem"]["bytes"] >= 0
+    assert shown["keep_alive"] == {"value": 900.0, "origin": "default"}
+    assert f"file {file}" in cli("config", "show", "--origin").out
+
+
+def test_a_secret_is_not_printed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERD_API_KEY", "hush")
+    for words in (["config", "show"], ["config", "show", "--json", "--origin"]):
+        out = cli(*words).out
+        assert "hush" not in out and "(set)" in out
+
+
+def test_never(cli: Cli) -> None:
+    assert cli("config", "show", "--json", "--keep-alive", "never").json["keep_alive"]["value"] == "never"
+
+
+def test_path(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("config", "path").out == f"{cli.home}/config/tierd/config.toml\n"
+    monkeypatch.setenv("TIERD_CONFIG", "/x/y.toml")
+    assert cli("config", "path").out == "/x/y.toml\n"

@@ -1,0 +1,69 @@
+"""A daemon in the background: real processes, no engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_rig import Cli
+
+from tierd.daemon.cli_spawn import wait_until_gone
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+    # The child processes are no concern of the interpreter that started them: they outlive it.
+    monkeypatch.setattr("subprocess.Popen.__del__", lambda *_: None)
+    cli = Cli(tmp_path, monkeypatch, capsys)
+    yield cli
+    status = cli("status", "--json").json
+    if status["pid"]:
+        os.kill(status["pid"], signal.SIGKILL)
+
+
+def test_start_status_logs_stop(cli: Cli) -> None:
+    said = cli("start", "--max-queue", "7")
+    assert said.code == 0, said.err
+    status = cli("status", "--json").json
+    assert status["state"] == "idle" and f"pid {status['pid']}" in said.err
+    assert cli("ps", "--json").json == {"engines": []}
+    assert "listening at" in cli("logs").out
+    again = cli("serve")
+    assert again.code == 1 and again.err.startswith("error: "), "a second daemon is refused"
+    assert cli("stop").code == 0
+    assert cli("status").code == 69
+    assert not cli.socket.exists()
+
+
+def test_two_starts_at_once_make_one_daemon(cli: Cli) -> None:
+    command = [sys.executable, "-m", "tierd.daemon.cli", "start"]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [one.communicate(timeout=30)[1] for one in both]
+    pid = cli("status", "--json").json["pid"]
+    assert [one.returncode for one in both] == [0, 0], said
+    assert all(f"pid {pid}" in text for text in said)
+
+
+def test_a_stale_socket_is_replaced(cli: Cli) -> None:
+    assert cli("start").code == 0
+    pid = cli("status", "--json").json["pid"]
+    os.kill(pid, signal.SIGKILL)
+    wait_until_gone(cli.socket, pid, 5)
+    assert cli.socket.exists()
+    said = cli("ps")
+    assert said.code == 69 and "left over" in said.err
+    assert cli("start").code == 0
+    assert cli("ps").code == 0
+    assert cli("stop").code == 0
+
+
+def test_a_start_that_fails_tells_why(cli: Cli) -> None:
+    cli.socket.mkdir()
+    said = cli("start")
+    assert said.code != 0
+    assert said.err.startswith("error: ") and "Traceback" not in said.err

@@ -1,0 +1,234 @@
+"""Settings: order of the sources, strictness, sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tierd.daemon.config import (
+    EngineConfig,
+    Machine,
+    Settings,
+    _cgroup_left_bytes,
+    auto_sizes,
+    engine_config,
+    is_loopback,
+    load,
+    probe_machine,
+    resolve_sizes,
+    setting_docs,
+    split_listen,
+)
+from tierd.daemon.errors import BadConfig
+
+GB = 10**9
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """An environment whose every directory is empty."""
+    return {
+        "TIERD_STATE_DIR": str(tmp_path / "state"),
+        "TIERD_CACHE_DIR": str(tmp_path / "cache"),
+        "TIERD_MODELS_DIR": str(tmp_path / "models"),
+        "TIERD_RUNTIME_DIR": str(tmp_path / "run"),
+    }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "config.toml"
+
+
+def test_every_setting_is_documented() -> None:
+    docs = {doc.name: doc for doc in setting_docs()}
+    assert set(docs) == {field.name for field in dataclasses.fields(Settings)}
+    for doc in docs.values():
+        assert len(doc.doc) > 10 and doc.doc[0].islower() or doc.doc.startswith("HTTP"), doc
+        assert doc.env == "TIERD_" + doc.key.upper()
+        assert doc.flag == "--" + doc.key.replace("_", "-")
+
+
+def test_defaults(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    settings, origins = load({}, env, file)
+    assert settings.listen == "127.0.0.1:8421"
+    assert settings.keep_alive_s == 900
+    assert settings.device_mem is None
+    assert settings.socket == Path(env["TIERD_RUNTIME_DIR"]) / "tierd.sock"
+    assert origins["listen"] == "default"
+    assert origins["cache_dir"] == "env TIERD_CACHE_DIR"
+
+
+def test_order_of_the_sources(env: dict[str, str], file: Path) -> None:
+    file.write_text('threads = 1\nmax_streams = 1\nmax_queue = 1\nctx = "32k"\n')
+    env |= {"TIERD_MAX_STREAMS": "2", "TIERD_MAX_QUEUE": "2"}
+    settings, origins = load({"max_queue": "3", "threads": None}, env, file)
+    assert (settings.threads, settings.max_streams, settings.max_queue, settings.ctx) == (1, 2, 3, 32768)
+    assert origins["threads"] == f"file {file}"
+    assert origins["max_streams"] == "env TIERD_MAX_STREAMS"
+    assert origins["max_queue"] == "flag --max-queue"
+
+
+def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Path, tmp_path: Path) -> None:
+    texts = {
+        "models_dir": str(tmp_path / "m"), "cache_dir": str(tmp_path / "c"), "socket": str(tmp_path / "s"),
+        "listen": "localhost:1", "api_key": "k", "device_mem": "1GB", "host_mem": "2GiB", "nvme_mem": "0",
+        "nvme_min_free": "auto", "threads": "3", "kv_format": "bf16", "ctx": "4096", "max_batch": "64",
+        "max_streams": "4", "max_queue": "5", "keep_alive": "never", "log_level": "debug", "log_format": "json",
+        "offline": "true", "default_model": "x",
+    }  # fmt: skip
+    assert set(texts) == {doc.key for doc in setting_docs()}
+    file.write_text("\n".join(f'{key} = "{value}"' for key, value in texts.items()))
+    from_file = load({}, {}, file)
+    file.write_text("")
+    from_env = load({}, {f"TIERD_{key.upper()}": value for key, value in texts.items()}, file)
+    from_flags = load({doc.name: texts[doc.key] for doc in setting_docs()}, {}, file)
+    assert from_file.settings == from_env.settings == from_flags.settings
+    assert from_file.settings.host_mem == 2 << 30
+    assert from_file.settings.keep_alive_s is None
+    assert from_file.settings.offline is True
+    for loaded, kind in ((from_file, "file "), (from_env, "env "), (from_flags, "flag ")):
+        assert all(origin.startswith(kind) for origin in loaded.origins.values())
+
+
+def test_relative_paths_of_a_file_start_where_the_file_lies(env: dict[str, str], file: Path) -> None:
+    file.write_text('models_dir = "here"\n')
+    del env["TIERD_MODELS_DIR"]
+    assert load({}, env, file).settings.models_dir == file.parent / "here"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "hint"),
+    [
+        ("device_men = 1", "unknown key 'device_men' in", "did you mean 'device_mem'?"),
+        ("zzzz = 1", "unknown key 'zzzz' in", "tierd config show"),
+        ("threads = 'many'", "threads in", "threads"),
+        ("threads = true", "threads in", ""),
+        ("offline = 1", "offline in", ""),
+        ("device_mem = '6XB'", "device_mem in", ""),
+        ("device_mem = -1", "device_mem in", ""),
+        ("[daemon]\nthreads = 1", "unknown key 'daemon'", ""),
+        ("threads = ", "not valid TOML", ""),
+    ],
+)
+def test_bad_files_name_the_file(env: dict[str, str], file: Path, text: str, where: str, hint: str) -> None:
+    file.write_text(text)
+    with pytest.raises(BadConfig) as caught:
+        load({}, env, file)
+    assert where in caught.value.message and str(file) in caught.value.message
+    assert hint in (caught.value.hint or "")
+    assert caught.value.exit_code == 78
+
+
+def test_a_bad_variable_is_named(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    with pytest.raises(BadConfig, match="TIERD_THREADS must be a whole number from 0 to 1024, not 'x'"):
+        load({}, {**env, "TIERD_THREADS": "x"}, file)
+    with pytest.raises(BadConfig, match="unknown variable TIERD_THREAD") as caught:
+        load({}, {**env, "TIERD_THREAD": "1"}, file)
+    assert caught.value.hint == "did you mean 'TIERD_THREADS'?"
+
+
+def test_a_bad_flag_is_named(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    with pytest.raises(BadConfig, match="--kv-format must be one of fp32, fp16, bf16, not 'fp8'"):
+        load({"kv_format": "fp8"}, env, file)
+
+
+def test_a_secret_is_not_shown(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    with pytest.raises(BadConfig) as caught:
+        load({"api_key": "hush\nhush"}, env, file)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error_only_when_it_was_named(env: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="no config file"):
+        load({}, {**env, "TIERD_CONFIG": str(tmp_path / "none")})
+    with pytest.raises(BadConfig, match="no config file"):
+        load({}, env, tmp_path / "none")
+
+
+def test_an_unreadable_file(env: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="cannot read"):
+        load({}, env, tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadConfig, match="not valid TOML"):
+        load({}, env, tmp_path / "binary")
+
+
+def test_beyond_loopback_needs_a_key(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    with pytest.raises(BadConfig, match="needs an API key"):
+        load({"listen": "0.0.0.0:8421"}, env, file)
+    assert load({"listen": "0.0.0.0:8421", "api_key": "k"}, env, file).settings.listen == "0.0.0.0:8421"
+    assert load({"listen": ""}, env, file).settings.listen == ""
+    assert load({"listen": "[::1]:80"}, env, file).settings.listen == "[::1]:80"
+
+
+def test_a_socket_path_that_no_kernel_binds(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    with pytest.raises(BadConfig, match="the system allows 107"):
+        load({"socket": "/" + "x" * 107}, env, file)
+
+
+def test_listen_parts() -> None:
+    assert split_listen("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert split_listen("[::1]:80") == ("::1", 80)
+    assert is_loopback("127.1.2.3") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("::") and not is_loopback("192.168.1.2")
+
+
+@pytest.mark.parametrize(
+    ("total", "available", "disk", "gpu"),
+    list(itertools.product((GB, 16 * GB, 512 * GB), (0, GB, 400 * GB), (0, GB, 4000 * GB), (False, True))),
+)
+def test_auto_sizes_fit_the_machine(total: int, available: int, disk: int, gpu: bool) -> None:
+    sizes = auto_sizes(total, available, disk, gpu)
+    assert sizes.host_bytes <= min(total, available) // 4
+    assert sizes.device_bytes + sizes.host_bytes <= max(min(total, available) * 4 // 10, 64 << 20)
+    assert sizes.nvme_bytes <= min(50 * GB, disk // 10)
+    assert sizes.nvme_min_free_bytes <= min(5 * GB, disk // 20)
+    assert (sizes.device_bytes == 0) == gpu
+
+
+def test_auto_sizes_of_known_machines() -> None:
+    assert auto_sizes(16 * GB, 12 * GB, 100 * GB) == (3 * GB, 1_800_000_000, 10 * GB, 5 * GB)
+    assert auto_sizes(128 * GB, 120 * GB, 2000 * GB) == (8 * GB, 16 * GB, 50 * GB, 5 * GB)
+    assert auto_sizes(GB, GB // 5, GB // 2) == (64 << 20, 0, 0, 25_000_000), "a small machine still works"
+
+
+def test_resolve_keeps_what_was_asked_for(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    settings = load({"device_mem": "1GB", "nvme_mem": "0"}, env, file).settings
+    sizes = resolve_sizes(settings, Machine(16 * GB, 12 * GB, 100 * GB))
+    assert sizes == (GB, 1_800_000_000, 0, 5 * GB)
+
+
+def test_probe(tmp_path: Path) -> None:
+    machine = probe_machine(tmp_path / "not" / "yet")
+    assert 0 < machine.available_ram <= machine.total_ram
+    assert machine.free_disk > 0
+
+
+def test_cgroup_limit(tmp_path: Path) -> None:
+    assert _cgroup_left_bytes(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100\n")
+    assert _cgroup_left_bytes(tmp_path) is None
+    (tmp_path / "memory.max").write_text("300\n")
+    assert _cgroup_left_bytes(tmp_path) == 200
+
+
+def test_engine_config_survives_json(env: dict[str, str], file: Path, tmp_path: Path) -> None:
+    file.touch()
+    settings = load({"ctx": "8k", "max_streams": 4}, env, file).settings
+    config = engine_config(settings, resolve_sizes(settings, Machine(GB, GB, GB)), tmp_path / "model")
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+    assert (config.context, config.max_streams) == (8192, 4)
+    assert config.cache_dir == str(settings.cache_dir / "kv")

@@ -1,0 +1,64 @@
+"""What the front remembers of a stream."""
+
+from __future__ import annotations
+
+from tierd.daemon.protocol import Event, Sampling, Submit
+from tierd.daemon.resume import Live, with_seed
+
+
+def live():
+    return Live(1, Submit("m", prompt="p"), 10.0)
+
+
+def text(*tokens):
+    return Event(1, "text", {"text": "t" * len(tokens), "tokens": list(tokens)})
+
+
+def test_a_seed_is_fixed_once():
+    assert live().submit.sampling.seed is not None
+    assert with_seed(Submit("m", sampling=Sampling(seed=0))).sampling.seed == 0
+
+
+def test_what_the_client_has_goes_along():
+    one = live()
+    assert one.send(12.0).resume == ()
+    for event in (Event(1, "accepted", {"prompt_tokens": 9, "cached_tokens": 4}), text(5, 6), text(7)):
+        assert one.take(event, 13.0) is event
+    one.lost()
+    again = one.send(20.0)
+    assert again.resume == (5, 6, 7) and again.sampling == one.submit.sampling
+    assert one.take(Event(1, "accepted", {"prompt_tokens": 9, "cached_tokens": 12}), 21.0) is None
+    assert one.usage() == {"prompt_tokens": 9, "completion_tokens": 3, "cached_tokens": 4}
+    usage = {"prompt_tokens": 9, "completion_tokens": 3, "cached_tokens": 12}
+    timings = {"ttft_ms": 1.0, "hit_host": 8}
+    done = one.take(Event(1, "done", {"finish": "stop", "usage": usage, "timings": timings}), 22.0)
+    assert done is not None and done.data["usage"]["cached_tokens"] == 4
+    assert done.data["timings"] == {"ttft_ms": 1000.0, "hit_host": 8, "load_ms": 2000.0}
+
+
+def test_an_undisturbed_stream_keeps_the_engines_figures():
+    one = live()
+    one.send(10.5)
+    one.take(Event(1, "accepted", {"prompt_tokens": 9, "cached_tokens": 4}), 11.0)
+    done = one.take(Event(1, "done", {"usage": {"cached_tokens": 3}, "timings": {"ttft_ms": 7.0}}), 12.0)
+    assert done is not None and done.data["usage"]["cached_tokens"] == 3
+    assert done.data["timings"] == {"ttft_ms": 7.0, "load_ms": 500.0}
+
+
+def test_deaths_without_a_token_in_between_are_counted():
+    one = live()
+    one.lost()
+    one.lost()
+    assert one.barren_deaths == 2
+    one.take(text(1), 1.0)
+    one.lost()
+    assert (one.deaths, one.barren_deaths) == (3, 1)
+
+
+def test_a_refusal_after_accepted_is_a_failure():
+    one = live()
+    refusal = Event(1, "refused", {"code": "loading", "message": "x"})
+    assert one.take(refusal, 1.0) is refusal
+    one.take(Event(1, "accepted", {}), 1.0)
+    failed = one.take(refusal, 1.0)
+    assert failed is not None and failed.ev == "failed" and failed.data == refusal.data

@@ -1,0 +1,86 @@
+"""What both doors share."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from front_harness import make_model, until
+from tierd.daemon.errors import BadRequest, Draining, EngineFailed, ModelNotFound, TooBusy
+from tierd.daemon.protocol import Submit
+from tierd.daemon.service import failure
+
+
+@pytest.mark.parametrize(
+    ("exc", "accepted", "ev"),
+    [
+        (BadRequest("x"), False, "refused"), (ModelNotFound("x"), False, "refused"), (TooBusy("x"), False, "refused"),
+        (EngineFailed("x"), False, "failed"), (Draining("x"), True, "failed"), (BadRequest("x"), True, "failed"),
+    ],
+)  # fmt: skip
+def test_what_was_accepted_is_not_refused(exc, accepted, ev):
+    assert failure(3, exc, accepted=accepted).ev == ev
+
+
+async def run(front, submit):
+    async with contextlib.aclosing(front.service.run(front.service.submit(submit), "test")) as events:
+        return [event async for event in events]
+
+
+async def test_an_unforeseen_error_is_one_terminal_event(front, monkeypatch):
+    def boom(self, model):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("tierd.daemon.supervisor.Supervisor.waiting", boom)
+    events = await run(front, Submit("alpha", prompt="x"))
+    assert [event.ev for event in events] == ["failed"] and "secret" not in str(events[0].data)
+    assert front.service.live == 0
+
+
+async def test_the_default_model_and_aliases(front):
+    assert (await run(front, Submit("", prompt="x")))[-1].ev == "done"
+    make_model(front.settings.models_dir, "some-7b")
+    assert (await run(front, Submit("Some:7b", prompt="x")))[-1].ev == "done"
+
+
+async def test_a_model_that_is_removed_is_noticed(front):
+    front.service.submit(Submit("alpha", prompt="x"))
+    (front.settings.models_dir / "alpha" / "manifest.json").unlink()
+    with pytest.raises(Exception, match="alpha"):
+        front.service.submit(Submit("alpha", prompt="x"))
+
+
+async def test_models_tell_what_is_broken(front):
+    (front.settings.models_dir / "beta" / "manifest.json").write_text("{")
+    alpha, beta = await front.service.models()
+    assert alpha["problem"] is None and alpha["context"] == 4096 and beta["problem"] and "context" not in beta
+
+
+async def test_status_does_not_wait_for_an_engine_that_stands_still(front):
+    await front.service.load("alpha")
+    import os
+    import signal
+    import time
+
+    os.kill(front.engine().pid, signal.SIGSTOP)
+    started_s = time.perf_counter()
+    status = await front.service.status()
+    assert time.perf_counter() - started_s < 1.0 and status["engines"][0]["state"] == "ready"
+    os.kill(front.engine().pid, signal.SIGCONT)
+
+
+async def test_clear_removes_closed_stores(front):
+    store = front.settings.cache_dir / "kv" / ("b" * 32)
+    store.mkdir(parents=True)
+    answer = await front.service.cache("clear", None, repair=False)
+    assert [n["name"] for n in answer["closed"]] == ["b" * 32] and not store.exists()
+
+
+async def test_live_requests_are_counted(front):
+    stream = front.service.submit(Submit("alpha", prompt="!hang"))
+    assert front.service.live == 0  # nothing runs before it is iterated
+    events = front.service.run(stream, "test")
+    await anext(events)
+    assert front.service.live == 1 and await front.service.drain(0.05) == 1
+    await events.aclose()
+    await until(lambda: front.service.live == 0)

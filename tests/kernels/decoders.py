@@ -1,0 +1,136 @@
+"""Tiny random decoders and batches for the tests of the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
+from tierd.kernels.layout import PageLayout
+from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
+
+CONTEXT = 160
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Everything that `CpuDecoder` and the reference take."""
+
+    shape: DecoderShape
+    layers: list[LayerWeights]
+    embed: PackedMatrix
+    final_norm: NDArray[np.float32]
+    head: PackedMatrix
+    layout: PageLayout
+    cos: NDArray[np.float32]
+    sin: NDArray[np.float32]
+
+    def decoder(self, max_rows: int = 64, threads: int = 2) -> CpuDecoder:
+        return CpuDecoder(
+            self.shape, self.layers, self.embed, self.final_norm, self.head, self.layout, self.cos, self.sin,
+            max_rows, threads,
+        )  # fmt: skip
+
+    def arena(self, slots: int, fill: int = 0xFF) -> NDArray[np.uint8]:
+        """An arena of stale memory: bytes of 0xFF are NaN in every page format."""
+        return np.full((slots, self.layout.record_bytes), fill, np.uint8)
+
+
+def random_matrix(rng: np.random.Generator, format: WeightFormat, rows: int, cols: int) -> PackedMatrix:
+    w = (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+    return PackedMatrix(format, rows, cols, pack(format, w))
+
+
+def tiny_model(
+    *,
+    seed: int = 0,
+    heads: int = 6,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    hidden: int = 96,
+    intermediate: int = 160,
+    vocab: int = 100,
+    windows: tuple[int, ...] = (0, 0),
+    biases: bool = False,
+    qk_norm: bool = False,
+    tied: bool = True,
+    format: WeightFormat = WeightFormat.FP32,
+    embed_format: WeightFormat = WeightFormat.FP32,
+    page_format: str = "fp32",
+) -> TinyModel:
+    rng = np.random.default_rng(seed)
+
+    def vector(length: int, mean: float) -> NDArray[np.float32]:
+        return (mean + 0.1 * rng.standard_normal(length)).astype(np.float32)
+
+    qkv_rows = (heads + 2 * kv_heads) * head_dim
+    layers = [
+        LayerWeights(
+            attn_norm=vector(hidden, 1),
+            qkv=random_matrix(rng, format, qkv_rows, hidden),
+            o=random_matrix(rng, format, hidden, heads * head_dim),
+            mlp_norm=vector(hidden, 1),
+            gate_up=random_matrix(rng, format, 2 * intermediate, hidden),
+            down=random_matrix(rng, format, hidden, intermediate),
+            qkv_bias=vector(qkv_rows, 0) if biases else None,
+            q_norm=vector(head_dim, 1) if qk_norm else None,
+            k_norm=vector(head_dim, 1) if qk_norm else None,
+            o_bias=vector(hidden, 0) if biases else None,
+            gate_up_bias=vector(2 * intermediate, 0) if biases else None,
+            down_bias=vector(hidden, 0) if biases else None,
+        )
+        for _ in windows
+    ]
+    embed = random_matrix(rng, embed_format, vocab, hidden)
+    head = embed if tied else random_matrix(rng, embed_format, vocab, hidden)
+    angles = np.outer(np.arange(CONTEXT), 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2)))
+    return TinyModel(
+        DecoderShape(
+            len(windows), hidden, intermediate, heads, kv_heads, head_dim, vocab, 1e-5, qk_norm, windows
+        ),
+        layers,
+        embed,
+        vector(hidden, 1),
+        head,
+        PageLayout(len(windows), kv_heads, head_dim, page_format),
+        np.cos(angles).astype(np.float32),
+        np.sin(angles).astype(np.float32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens of one sequence and the slots of its pages."""
+
+    tokens: list[int]
+    slots: list[int]
+
+
+Inputs = dict[str, NDArray[np.int32]]
+
+
+def batch(sequences: list[Sequence], spans: list[tuple[int, int]], every_row: bool = True) -> Inputs:
+    """Inputs of `forward` for the tokens first..stop of each sequence (an empty span leaves it out)."""
+    rows = [(s, i) for s, (first, stop) in enumerate(spans) for i in range(first, stop)]
+    last = [r for r, (s, i) in enumerate(rows) if i == spans[s][1] - 1]
+    columns = {
+        "tokens": [sequences[s].tokens[i] for s, i in rows],
+        "positions": [i for _, i in rows],
+        "row_seq": [s for s, _ in rows],
+        "page_table": [slot for sequence in sequences for slot in sequence.slots],
+        "page_offsets": np.cumsum([0] + [len(sequence.slots) for sequence in sequences]),
+        "logit_rows": range(len(rows)) if every_row else last,
+    }
+    return {name: np.array(values, np.int32) for name, values in columns.items()}
+
+
+def random_sequences(rng: np.random.Generator, lengths: list[int], vocab: int) -> tuple[list[Sequence], int]:
+    """Sequences of these lengths over shuffled slots, and how many slots there are (a few stay unused)."""
+    needed = [-(-length // 16) for length in lengths]
+    slots = rng.permutation(sum(needed) + 3).tolist()
+    sequences = []
+    for length, pages in zip(lengths, needed, strict=True):
+        sequences.append(Sequence(rng.integers(0, vocab, length).tolist(), [slots.pop() for _ in range(pages)]))
+    return sequences, sum(needed) + 3

@@ -1,0 +1,171 @@
+"""attention: against torch over shapes, formats, windows and page boundaries; no influence of what isn't seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tierd.kernels import reference
+from tierd.kernels.cpu.attention import PAGE_FORMAT_CODES, attention, max_block_queries, scratch_bytes
+from tierd.kernels.cpu.batch import Batch, row_blocks
+from tierd.kernels.cpu.forward import JOB
+from tierd.kernels.cpu.team import PHASE_WORDS
+from tierd.kernels.layout import PageLayout
+
+BOUND = 1e-5
+LAYERS, LAYER = 2, 1  # the layer tested is not the first, so that offsets count
+
+
+@dataclass
+class Case:
+    """Queries of some rows over pages filled at random, everything that no row may see being NaN."""
+
+    layout: PageLayout
+    arena: NDArray[np.uint8]
+    tables: list[list[int]]
+    queries: NDArray[np.float32]  # [rows, heads, head_dim]
+    rows: list[tuple[int, int]]  # (sequence, position)
+    window: int = 0
+
+    def expected(self) -> NDArray[np.float32]:
+        keys, values = reference.pages(self.arena, self.layout, LAYER)
+        tables = [self.tables[s] for s, _ in self.rows]
+        positions = [p for _, p in self.rows]
+        q = torch.from_numpy(self.queries)
+        return reference.attention(q, keys, values, positions, tables, self.window).numpy()
+
+    def run(self, threads: int = 1) -> NDArray[np.float32]:
+        """One thread walks the phase alone; `threads` only says how the items are cut."""
+        layout, (rows, heads, head_dim) = self.layout, self.queries.shape
+        batch = Batch(
+            np.zeros(rows, np.int32),
+            np.array([p for _, p in self.rows], np.int32),
+            np.array([s for s, _ in self.rows], np.int32),
+            np.array([slot for table in self.tables for slot in table], np.int32),
+            np.cumsum([0] + [len(table) for table in self.tables]).astype(np.int32),
+            np.zeros(0, np.int32),
+        )
+        group = heads // layout.kv_heads
+        blocks = row_blocks(batch, max_block_queries(head_dim, group) // group)
+        scaled = (self.queries * np.float32(1 / np.sqrt(head_dim))).reshape(rows, -1)
+        out = np.full_like(scaled, np.nan)
+        phase, scratch = np.zeros(PHASE_WORDS, np.int64), np.zeros(scratch_bytes(head_dim, group), np.uint8)
+        job = np.zeros((), JOB)[()]
+        values = {
+            "heads": heads, "kv_heads": layout.kv_heads, "head_dim": head_dim, "threads": threads,
+            "page_format": PAGE_FORMAT_CODES[layout.format], "layer_bytes": layout.layer_elements * layout.element_bytes,
+            "head_bytes": layout.head_elements * layout.element_bytes,
+            "plane_bytes": layout.plane_elements * layout.element_bytes,
+            "block_queries": max_block_queries(head_dim, group), "qkv": scaled.ctypes.data,
+            "qkv_stride": scaled.strides[0], "attended": out.ctypes.data, "attended_stride": out.strides[0],
+            "rows": rows, "positions": batch.positions.ctypes.data, "row_seq": batch.row_seq.ctypes.data,
+            "page_table": batch.page_table.ctypes.data, "page_offsets": batch.page_offsets.ctypes.data,
+            "arena": self.arena.ctypes.data, "record_bytes": self.arena.shape[1], "blocks": blocks.ctypes.data,
+            "num_blocks": len(blocks),
+        }  # fmt: skip
+        for name, value in values.items():
+            job[name] = value
+        attention(job, LAYER, self.window, phase.ctypes.data, scratch.ctypes.data)
+        return out.reshape(rows, heads, head_dim)
+
+
+def make_case(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int = 3,
+    kv_heads: int = 1,
+    head_dim: int = 32,
+    format: str = "fp32",
+    window: int = 0,
+    seed: int = 0,
+) -> Case:
+    rng = np.random.default_rng(seed)
+    layout = PageLayout(LAYERS, kv_heads, head_dim, format)
+    sequences = max(s for s, _ in rows) + 1
+    lengths = [max(p for s, p in rows if s == q) + 1 for q in range(sequences)]
+    free = rng.permutation(sum(-(-length // 16) for length in lengths) + 2).tolist()
+    tables = [[free.pop() for _ in range(-(-length // 16))] for length in lengths]
+    arena = np.full((sum(map(len, tables)) + 2, layout.record_bytes), 0xFF, np.uint8)
+    keys, values = reference.pages(arena, layout, LAYER)
+    for table, length in zip(tables, lengths, strict=True):
+        at = torch.arange(length)
+        slots = torch.tensor(table)[at // 16]
+        for plane in (keys, values):
+            random = rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32)
+            plane[slots, :, at % 16] = torch.from_numpy(random).to(plane.dtype)
+    queries = (2 * rng.standard_normal((len(rows), heads, head_dim))).astype(np.float32)
+    return Case(layout, arena, tables, queries, rows, window)
+
+
+def span(sequence: int, first: int, stop: int) -> list[tuple[int, int]]:
+    return [(sequence, position) for position in range(first, stop)]
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (7, 1)])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_matches_torch(format: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    rows = span(0, 20, 61) + span(1, 0, 5) + span(2, 99, 100)
+    case = make_case(rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, format=format)
+    assert np.abs(case.run() - case.expected()).max() < BOUND
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 1000])
+def test_windows(window: int) -> None:
+    case = make_case(span(0, 30, 75) + span(1, 3, 4), window=window)
+    assert np.abs(case.run() - case.expected()).max() < BOUND
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, 8, 14, 15, 16, 17, 31, 32, 33])
+def test_page_boundaries_with_stale_memory_beyond(position: int) -> None:
+    """What lies behind the position, in its page and in other slots, is NaN in `make_case`."""
+    case = make_case([(0, position)])
+    assert np.abs(case.run() - case.expected()).max() < BOUND
+
+
+def test_tokens_before_the_window_have_no_influence() -> None:
+    case = make_case(span(0, 60, 70), window=20)
+    keys, values = reference.pages(case.arena, case.layout, LAYER)
+    expected = case.run()
+    for token in range(60 - 19):
+        for plane in (keys, values):
+            plane[case.tables[0][token // 16], :, token % 16] = float("nan")
+    assert np.array_equal(case.run(), expected)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = make_case(span(0, 0, 40))
+    case.queries *= np.float32(200)
+    assert np.isfinite(case.run()).all()
+    assert np.abs(case.run() - case.expected()).max() < 1e-3
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_row_is_the_same_bits_in_every_batch(data: st.DataObject) -> None:
+    """Any rows of any sequences, in any cut, against each row alone."""
+    heads, kv_heads = data.draw(st.sampled_from([(2, 2), (6, 2), (7, 1), (9, 3)]))
+    lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    rows = [row for s, length in enumerate(lengths) for row in span(s, data.draw(st.integers(0, length - 1)), length)]
+    case = make_case(
+        rows,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from([16, 64, 128])),
+        format=data.draw(st.sampled_from(["fp32", "fp16", "bf16"])),
+        window=data.draw(st.sampled_from([0, 5, 16, 33])),
+    )
+    together = case.run(data.draw(st.integers(1, 8)))
+    assert np.isfinite(together).all()
+    for index in data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5)):
+        alone = Case(
+            case.layout, case.arena, case.tables, case.queries[index : index + 1].copy(), rows[index : index + 1],
+            case.window,
+        )  # fmt: skip
+        assert np.array_equal(alone.run(data.draw(st.integers(1, 4)))[0], together[index])

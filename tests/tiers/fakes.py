@@ -1,0 +1,305 @@
+"""Stand-ins for the pager's tests: a mover that runs when told, a store in memory, pages that tell their content."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tierd.tiers.arena import Arena
+from tierd.tiers.errors import LostReason, PageLost, StoreFull
+from tierd.tiers.keys import root_key
+from tierd.tiers.lease import Lease
+from tierd.tiers.mover import Completion, Job, JobClass, Mover
+from tierd.tiers.page import PageKey
+from tierd.tiers.pager import Pager
+from tierd.tiers.store import PageMeta, Store
+
+PAGE_TOKENS = 4
+RECORD_BYTES = 64  # 16 bytes a token
+ROOT = root_key("test")
+FAR_S = 1e9
+
+
+class ManualMover(Mover):
+    """No threads: a job runs when the test says so, in the order the test says (the store's in their own order)."""
+
+    def _start(self, threads: int) -> list[threading.Thread]:
+        return []
+
+    @property
+    def queued(self) -> int:
+        """Jobs that could run now; of the writer's only the first."""
+        return sum(len(self._queues[klass]) for klass in JobClass if klass is not JobClass.WRITE_BEHIND) + bool(
+            self._queues[JobClass.WRITE_BEHIND]
+        )
+
+    def run(self, number: int = 0) -> bool:
+        """Runs the number-th of the jobs that could run; False if there is none."""
+        for klass in JobClass:
+            queue = self._queues[klass]
+            count = min(len(queue), 1) if klass is JobClass.WRITE_BEHIND else len(queue)
+            if number < count:
+                job = queue[number]
+                del queue[number]
+                self._run(job)
+                return True
+            number -= count
+        return False
+
+    def run_all(self) -> int:
+        """Runs everything queued."""
+        count = 0
+        while self.run():
+            count += 1
+        return count
+
+    def wait(self, timeout_s: float) -> bool:
+        """The caller would sleep: the threads would work meanwhile."""
+        self.run_all()
+        return bool(self._done)
+
+    def _run(self, job: Job) -> None:
+        result, error = None, None
+        try:
+            result = job.call()
+        except Exception as caught:
+            error = caught
+        with self._lock:
+            self._finish(Completion(job, error, result), 1e-6)
+
+
+class MemoryStore(Store):
+    """Durable pages in a dictionary, with faults on demand. It lives on when its pager is gone: that is a restart."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self.notes = []
+        self.capacity = capacity
+        self.rows: dict[PageKey, tuple[PageMeta, bytes]] = {}
+        self.reads: list[PageKey] = []
+        self.groups: list[int] = []
+        self.fail_write: Exception | None = None
+        self.fail_read: Callable[[PageKey], Exception | None] = lambda _key: None
+        self.before_read: Callable[[npt.NDArray[np.uint8]], None] = lambda _dest: None
+
+    @property
+    def capacity_slots(self) -> int:
+        return self.capacity
+
+    @property
+    def free_slots(self) -> int:
+        return self.capacity - len(self.rows)
+
+    def pages(self) -> Iterator[PageMeta]:
+        yield from [meta for meta, _ in self.rows.values()]
+
+    def write(self, batch: Sequence[tuple[PageMeta, Any]]) -> None:
+        if self.fail_write is not None:
+            raise self.fail_write
+        new = sum(meta.key not in self.rows for meta, _ in batch)
+        if len(self.rows) + new > self.capacity:
+            raise StoreFull("the test's store is full")
+        self.groups.append(len(batch))
+        for meta, row in batch:
+            self.rows[meta.key] = (meta, bytes(row))
+
+    def read_into(self, key: PageKey, dest: npt.NDArray[np.uint8]) -> None:
+        self.reads.append(key)
+        self.before_read(dest)
+        error = self.fail_read(key)
+        if error is not None:
+            if isinstance(error, PageLost):
+                self.rows.pop(key, None)
+            raise error
+        if key not in self.rows:
+            raise PageLost(LostReason.ABSENT)
+        dest[:] = np.frombuffer(self.rows[key][1], np.uint8)
+
+    def remove(self, keys: Iterable[PageKey]) -> None:
+        for key in keys:
+            self.rows.pop(key, None)
+
+    def touch(self, usage: Mapping[PageKey, tuple[int, float]]) -> None:
+        for key, (hits, last_use_s) in usage.items():
+            meta, record = self.rows[key]
+            self.rows[key] = (PageMeta(meta.key, meta.parent, meta.tokens, hits, last_use_s), record)
+
+    def clear(self) -> None:
+        self.rows.clear()
+
+    def gc(self) -> int:
+        return 0
+
+    def verify(self, repair: bool) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def token_bytes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    """What the cache of each token holds: 16 bytes that depend on every token up to it, as keys and values do."""
+    digest = blake2b(salt, digest_size=16).digest()
+    found = []
+    for token in tokens:
+        digest = blake2b(digest + token.to_bytes(4, "little"), digest_size=16).digest()
+        found.append(digest)
+    return found
+
+
+class Rig:
+    """A pager with everything around it, and an engine that writes the bytes of `token_bytes`."""
+
+    def __init__(
+        self,
+        *,
+        device: int = 8,
+        host: int = 8,
+        store: Store | None = None,
+        mover: Mover | None = None,
+        record_bytes: int = RECORD_BYTES,
+    ) -> None:
+        self.now_s = 100.0
+        self.notices: list[str] = []
+        self.mover = mover if mover is not None else ManualMover(1)
+        self.device = Arena("device", device, record_bytes, poison=True)
+        self.host = Arena("host", host, record_bytes, poison=True)
+        self.store = store
+        self.pager = Pager(
+            layout_record_bytes=record_bytes,
+            page_tokens=PAGE_TOKENS,
+            root=ROOT,
+            device=self.device,
+            host=self.host if host else None,
+            store=store,
+            mover=self.mover,
+            clock=lambda: self.now_s,
+            events=lambda name, fields: self.notices.append(f"{name}: {fields['text']}"),
+        )
+
+    @property
+    def manual(self) -> ManualMover:
+        assert isinstance(self.mover, ManualMover)
+        return self.mover
+
+    def poll(self) -> bool:
+        return self.pager.poll(self.now_s)
+
+    def settle(self) -> None:
+        """Lets everything in flight finish, and the write-behind that is due."""
+        for _ in range(1000):
+            if isinstance(self.mover, ManualMover):
+                self.mover.run_all()
+            else:
+                self.mover.wait(0.05)
+            self.now_s += 0.06  # longer than a write group waits
+            if not self.poll() and not self.mover.outstanding:
+                return
+        raise AssertionError("the pager does not come to rest")
+
+    def start(self, tokens: Sequence[int], salt: bytes = b"") -> Lease:
+        """A lease on what is known of `tokens`, ready."""
+        lease = self.pager.match(tokens, salt)
+        self.pager.fetch(lease, FAR_S)
+        for _ in range(1000):
+            if lease.ready:
+                return lease
+            if isinstance(self.mover, ManualMover):
+                self.mover.run_all()
+            else:
+                self.mover.wait(0.05)
+            self.poll()
+        raise AssertionError("the lease never becomes ready")
+
+    def write(self, lease: Lease, tokens: Sequence[int], start: int, salt: bytes = b"") -> None:
+        """Computes tokens[start:] into the lease's slots."""
+        stride = self.device.record_bytes // PAGE_TOKENS
+        for position, digest in list(enumerate(token_bytes(tokens, salt)))[start:]:
+            row = self.device.array[lease.slots[position // PAGE_TOKENS]]
+            offset = position % PAGE_TOKENS * stride
+            row[offset : offset + stride] = np.frombuffer((digest * (stride // 16 + 1))[:stride], np.uint8)
+
+    def read(self, lease: Lease, count: int) -> list[bytes]:
+        """The first `count` tokens' bytes as the device holds them."""
+        stride = self.device.record_bytes // PAGE_TOKENS
+        found = []
+        for position in range(count):
+            offset = position % PAGE_TOKENS * stride
+            row = self.device.array[lease.slots[position // PAGE_TOKENS]]
+            found.append(bytes(row[offset : offset + stride]))
+        return found
+
+    def expect(self, lease: Lease, tokens: Sequence[int], salt: bytes = b"") -> None:
+        """Every covered byte is what the chain of tokens says."""
+        stride = self.device.record_bytes // PAGE_TOKENS
+        wanted = [(digest * (stride // 16 + 1))[:stride] for digest in token_bytes(tokens, salt)]
+        assert self.read(lease, len(tokens)) == wanted
+
+    def grow(self, lease: Lease, tokens: Sequence[int], start: int, salt: bytes = b"") -> None:
+        """Allocates, computes and commits tokens[start:]."""
+        need = -(-len(tokens) // PAGE_TOKENS) - len(lease.slots)
+        if need > 0:
+            for _ in range(1000):
+                if self.pager.allocate(lease, need) is not None:
+                    break
+                if isinstance(self.mover, ManualMover):
+                    self.mover.run_all()
+                else:
+                    self.mover.wait(0.05)
+                self.poll()
+            else:
+                raise AssertionError("no room on the device")
+        self.write(lease, tokens, start, salt)
+        self.pager.commit(lease, tokens)
+
+    def serve(self, tokens: Sequence[int], salt: bytes = b"") -> int:
+        """A whole request: match, fetch, check, compute the rest, release. Returns the tokens that were cached."""
+        lease = self.start(tokens, salt)
+        cached = lease.num_tokens
+        self.expect(lease, tokens[:cached], salt)
+        self.grow(lease, tokens, cached, salt)
+        self.expect(lease, tokens, salt)
+        self.pager.release(lease, tokens)
+        return cached
+
+    def check(self) -> None:
+        assert self.pager.check() == []
+        stats = self.pager.statistics()
+        assert stats.device.balanced
+        assert stats.host.balanced
+        assert stats.nvme.balanced
+
+    def close(self) -> None:
+        self.pager.close()
+
+
+def delayed_copy(seed: int) -> Callable[[Any, Any], None]:
+    """A copy that first ruins its destination, then takes its time."""
+    rng = random.Random(seed)
+    lock = threading.Lock()
+
+    def copy(dest: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+        dest[:] = 0xAA
+        with lock:
+            pause_s = rng.random() * 0.002
+        threading.Event().wait(pause_s)
+        np.copyto(dest, source)
+
+    return copy
+
+
+def open_store(directory: Path, record_bytes: int, capacity: int = 64) -> Store:
+    """The real store, small."""
+    return Store.open(
+        directory,
+        record_bytes=record_bytes,
+        namespace=ROOT,
+        capacity_bytes=capacity * (record_bytes + 4096),
+        step_bytes=1 << 20,
+        file_bytes=8 << 20,
+    )

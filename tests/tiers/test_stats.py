@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import msgspec
+from tierd.tiers.stats import TierStats
+
+from tests.tiers.fakes import MemoryStore, Rig
+
+A = list(range(1, 13))
+
+
+def test_figures_say_what_happened() -> None:
+    rig = Rig(device=4, host=8, store=MemoryStore(100))
+    rig.serve(A)
+    rig.serve([*A[:8], 50])
+    rig.pager.flush(rig.now_s + 1)
+    stats = rig.pager.statistics()
+    assert (stats.lookups, stats.lookup_tokens, stats.hit_device_tokens) == (2, 21, 8)
+    assert stats.written_pages == 4
+    assert stats.nvme == TierStats(100, 96, 0, 4, 0, 64, 0)
+    assert stats.device.total_bytes == 4 * 64
+    assert stats.links["disk_write"].total_bytes == 4 * 64
+    assert stats.nvme_on
+    assert stats.known_pages == 4
+    rig.close()
+
+
+def test_figures_travel_as_messages() -> None:
+    rig = Rig()
+    rig.serve(A)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(rig.pager.statistics()))
+    assert decoded["device"]["total_pages"] == 8
+    assert decoded["misses"] == {}
+    rig.close()
+
+
+def test_a_ledger_that_does_not_add_up_says_so() -> None:
+    assert TierStats(10, 5, 2, 2, 1, 64, 0).balanced
+    assert not TierStats(10, 5, 2, 2, 2, 64, 0).balanced
+
+
+def test_the_page_map_has_a_byte_for_each_slot() -> None:
+    rig = Rig(device=5)
+    rig.serve(A[:6])
+    assert sorted(rig.pager.page_map()) == [0, 0, 0, 3, 3 | 8]
+    rig.close()

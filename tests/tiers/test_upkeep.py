@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+from tierd.tiers.errors import StoreFull
+from tierd.tiers.keys import pack_tokens, page_key
+from tierd.tiers.store import PageMeta
+
+from tests.tiers.fakes import ROOT, ManualMover, MemoryStore, Rig
+
+A = list(range(1, 13))
+
+
+def chain(pages: int) -> list[PageMeta]:
+    parent, found = ROOT, []
+    for number in range(pages):
+        tokens = tuple(range(number * 4, number * 4 + 4))
+        key = page_key(parent, pack_tokens(tokens))
+        found.append(PageMeta(key, parent, tokens, number, float(number)))
+        parent = key
+    return found
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_pages_may_come_before_their_parents(order: int) -> None:
+    store = MemoryStore()
+    for meta in chain(5)[::order]:
+        store.rows[meta.key] = (meta, b"")
+    rig = Rig(store=store)
+    rig.check()
+    assert sorted(node.depth for node in rig.pager.index.nodes.values()) == [0, 1, 2, 3, 4]
+    assert rig.pager.match(range(21)).hit_nvme == 20
+    assert not store.reads
+    rig.close()
+
+
+def test_orphans_are_harmless_and_leave_in_their_turn() -> None:
+    store = MemoryStore(4)
+    for meta in chain(5)[1:]:
+        store.rows[meta.key] = (meta, b"")
+    rig = Rig(store=store)
+    assert rig.pager.match(range(21)).num_tokens == 0
+    rig.check()
+    rig.serve(A)
+    assert rig.pager.flush(rig.now_s + 1) == 0
+    assert {tuple(A[:4]), tuple(A[4:8]), tuple(A[8:])} <= {meta.tokens for meta in store.pages()}
+    rig.check()
+    rig.close()
+
+
+def test_gc_drops_what_lies_below_a_lost_page() -> None:
+    store = MemoryStore()
+    for meta in chain(4):
+        store.rows[meta.key] = (meta, b"")
+    rig = Rig(store=store)
+    second = rig.pager.index.nodes[chain(4)[1].key]
+    rig.pager.residency.drop_row(second)
+    rig.pager.residency.settle(second)
+    assert rig.pager.gc(rig.now_s + 1) == 2
+    rig.settle()
+    assert len(store.rows) == 1
+    rig.check()
+    rig.close()
+
+
+def test_verify_drops_rows_and_pages_that_do_not_agree() -> None:
+    store = MemoryStore()
+    rig = Rig(store=store)
+    rig.serve(A)
+    rig.pager.flush(rig.now_s + 1)
+    gone, (meta, record) = next(iter(store.rows.items()))
+    del store.rows[gone]
+    store.rows[page_key(ROOT, b"strange")] = (PageMeta(page_key(ROOT, b"strange"), ROOT, (1, 2), 0, 0.0), record)
+    assert len(rig.pager.verify(repair=False)) == 1
+    rig.pager.verify(repair=True)
+    assert rig.pager.verify(repair=False) == []
+    assert page_key(ROOT, b"strange") not in store.rows
+    assert meta.key == gone
+    rig.check()
+    rig.close()
+
+
+def test_rows_of_another_page_size_are_ignored() -> None:
+    store = MemoryStore()
+    store.rows[ROOT] = (PageMeta(ROOT, ROOT, tuple(range(9)), 0, 0.0), b"")
+    rig = Rig(store=store)
+    assert rig.pager.statistics().known_pages == 0
+    rig.pager.verify(repair=True)
+    assert not store.rows
+    rig.close()
+
+
+def test_flush_ends_though_the_store_takes_nothing() -> None:
+    store = MemoryStore()
+    store.fail_write = StoreFull("full")
+    rig = Rig(store=store)
+    rig.serve(A)
+    assert rig.pager.flush(rig.now_s + 1) == 3
+    rig.check()
+    rig.close()
+
+
+def test_flush_without_a_store_has_nothing_to_do() -> None:
+    rig = Rig()
+    rig.serve(A)
+    assert rig.pager.flush(rig.now_s + 1) == 0
+    rig.close()
+
+
+def test_flush_and_verify_keep_their_deadlines() -> None:
+    class Stuck(ManualMover):
+        def wait(self, timeout_s: float) -> bool:
+            rig.now_s += timeout_s
+            return False
+
+    store = MemoryStore()
+    rig = Rig(store=store, mover=Stuck(1))
+    rig.serve(A)
+    assert rig.pager.flush(rig.now_s + 1) == 3
+    assert any("busy" in finding for finding in rig.pager.verify(repair=False, deadline_s=rig.now_s + 1))
+    rig.settle()
+    rig.check()
+    rig.close()
+
+
+def test_pages_in_use_are_flushed_too() -> None:
+    store = MemoryStore()
+    rig = Rig(store=store)
+    lease = rig.start(A)
+    rig.grow(lease, A, 0)
+    assert rig.pager.flush(rig.now_s + 1) == 0
+    assert len(store.rows) == 3
+    rig.check()
+    rig.close()

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from tierd.tiers.errors import StoreFull
+from tierd.tiers.policy import WRITE_GROUP_PAGES, WRITE_GROUP_WAIT_S
+from tierd.tiers.writeback import PAUSE_S
+
+from tests.tiers.fakes import ManualMover, MemoryStore, Rig
+
+A = list(range(1, 13))
+B = list(range(101, 113))
+
+
+def test_pages_wait_for_a_group_but_not_for_long() -> None:
+    store = MemoryStore()
+    rig = Rig(store=store)
+    rig.poll()
+    rig.serve(A)
+    rig.poll()
+    assert rig.pager.statistics().dirty_pages == 3
+    rig.now_s += WRITE_GROUP_WAIT_S * 1.1
+    rig.poll()
+    assert rig.pager.statistics().writing_pages == 3
+    rig.check()
+    rig.settle()
+    assert store.groups == [3]
+    rig.check()
+    rig.close()
+
+
+def test_a_full_group_does_not_wait_and_groups_are_bounded() -> None:
+    store = MemoryStore()
+    rig = Rig(device=100, store=store)
+    rig.poll()
+    rig.serve(list(range(4 * 80)))
+    rig.poll()
+    rig.poll()
+    rig.poll()
+    assert rig.pager.writeback.groups == 2
+    rig.check()
+    rig.settle()
+    assert store.groups == [WRITE_GROUP_PAGES, WRITE_GROUP_PAGES, 16]
+    rig.close()
+
+
+def test_nothing_is_lost_when_the_queue_is_full() -> None:
+    store = MemoryStore()
+    rig = Rig(store=store, mover=ManualMover(1, capacity=1))
+    rig.serve(A)
+    rig.now_s += 1
+    lease = rig.pager.match(A[:4])
+    rig.pager.fetch(lease, rig.now_s + 9)  # its copy takes the only place
+    rig.poll()
+    assert rig.pager.statistics().dirty_pages == 3
+    rig.check()
+    rig.settle()
+    assert len(store.rows) == 3
+    rig.check()
+    rig.close()
+
+
+def test_a_page_evicted_from_a_small_store_is_not_written_again_before_it_is_used() -> None:
+    store = MemoryStore(2)
+    rig = Rig(device=8, host=0, store=store)
+    rig.serve(A)
+    for _ in range(20):
+        rig.now_s += 1
+        rig.settle()
+    assert sum(store.groups) <= 4
+    rig.check()
+    rig.close()
+
+
+def test_a_full_store_pauses_the_writes() -> None:
+    store = MemoryStore()
+    store.fail_write = StoreFull("no space")
+    rig = Rig(store=store)
+    rig.serve(A)
+    rig.now_s += 1
+    rig.settle()
+    assert rig.pager.writeback.paused
+    failed = rig.pager.statistics().failed_writes
+    rig.settle()
+    assert rig.pager.statistics().failed_writes == failed
+    store.fail_write = None
+    rig.now_s += PAUSE_S
+    rig.settle()
+    assert len(store.rows) == 3
+    assert len(rig.notices) == 1
+    rig.check()
+    rig.close()
+
+
+def test_a_removal_that_finds_the_disk_full_is_tried_again() -> None:
+    class Stubborn(MemoryStore):
+        refusals = 1
+
+        def remove(self, keys) -> None:  # type: ignore[no-untyped-def]
+            if self.refusals:
+                self.refusals -= 1
+                raise StoreFull("no space for the journal")
+            super().remove(keys)
+
+    store = Stubborn()
+    rig = Rig(store=store)
+    rig.serve(A)
+    rig.pager.flush(rig.now_s + 1)
+    rig.pager.clear()
+    rig.settle()
+    assert len(store.rows) == 3
+    rig.now_s += PAUSE_S
+    rig.settle()
+    assert not store.rows
+    rig.check()
+    rig.close()
+
+
+def test_uses_reach_the_store() -> None:
+    store = MemoryStore()
+    rig = Rig(store=store)
+    rig.serve(A)
+    rig.pager.flush(rig.now_s + 1)
+    rig.now_s += 50
+    rig.serve(A)
+    rig.now_s += 50
+    rig.settle()
+    hits = {meta.tokens: (meta.hits, meta.last_use_s) for meta in store.pages()}
+    assert hits[tuple(A[:4])][0] == 1
+    assert hits[tuple(A[:4])][1] >= 150
+    rig.close()

@@ -1,0 +1,328 @@
+"""One engine process: started, spoken to, heard to its last word.
+
+The process gets one end of a socketpair and its configuration in the environment; it speaks `daemon.protocol`. Its
+standard error goes to the log line by line, and its tail is kept: the last words of an engine that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from tierd.daemon.broadcast import Broadcast
+from tierd.daemon.errors import EngineFailed, ProtocolError, TierdError, TimedOut, from_wire
+from tierd.daemon.mailbox import Mailbox
+from tierd.daemon.protocol import Event, FrameDecoder, Request, Submit, encode, to_event
+
+log = logging.getLogger("tierd.engine")
+
+WORKER = (sys.executable, "-m", "tierd.daemon.engine.worker")
+CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"
+READ_BYTES = 64 << 10
+TAIL_LINES = 20
+LINE_BYTES = 2048
+SEND_TIMEOUT_S = 30.0
+_NO_USE = ("status", "flush", "stop")
+EXIT_GRACE_S = 5.0  # from closing its socket to being killed
+
+
+class EngineState(enum.StrEnum):
+    """STARTING -> READY -> STOPPING -> ENDED; ENDED can follow each of them."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class EngineProcess:
+    """An engine, from before its start until after its end.
+
+    Threading: for one event loop. One task, made by `launch`, owns the process and ends with it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        changed: Broadcast,
+        command: Sequence[str] = WORKER,
+        on_ready: Callable[[EngineProcess], None] = lambda engine: None,
+    ) -> None:
+        self.model = model
+        self.state = EngineState.STARTING
+        self.progress: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}  # what `ready` said
+        self.notices: deque[str] = deque(maxlen=TAIL_LINES)
+        self.pid: int | None = None
+        self.started_s = time.monotonic()
+        self.last_use_s = self.started_s
+        self.error: TierdError | None = None  # what it said before it gave up
+        self.stop_asked = False
+        self.was_ready = False
+        self.completed = 0  # generations that it brought to `done`
+        self.status: dict[str, Any] = {}  # its last answer to `status`
+        self._command = command
+        self._changed = changed
+        self._on_ready = on_ready
+        self._ids = itertools.count(1)
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._using_calls = 0
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    # -- what others see -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> int:
+        """Streams and calls that wait for it; looking at it and ending it are no use of it."""
+        return len(self._mailboxes) + self._using_calls
+
+    @property
+    def streams(self) -> int:
+        """Streams that run or wait on it."""
+        return len(self._mailboxes)
+
+    def last_words(self) -> str:
+        """How it ended, and the last line it wrote to standard error, fit for a client."""
+        code = self._process.returncode if self._process else None
+        ending = "not started" if code is None else f"exit code {code}" if code >= 0 else f"signal {-code}"
+        return f"{ending}: {_without_internals(self._tail[-1])}" if self._tail else ending
+
+    async def generate(self, submit: Submit) -> tuple[int, Mailbox]:
+        """Submit; the events come into the mailbox. The caller closes it with `forget`."""
+        stream_id, mailbox = next(self._ids), Mailbox()
+        self._mailboxes[stream_id] = mailbox
+        try:
+            await self._send(Request(stream_id, "generate", _args(submit)))
+        except BaseException:
+            self.forget(stream_id)
+            self.cancel(stream_id)
+            raise
+        return stream_id, mailbox
+
+    def forget(self, stream_id: int) -> None:
+        """The stream is over for the front; what the engine still says of it is dropped."""
+        if self._mailboxes.pop(stream_id, None) is not None:
+            self.last_use_s = time.monotonic()
+            self._changed.notify()
+
+    def cancel(self, stream_id: int) -> None:
+        """Ask the engine to end a stream; it answers into the mailbox, if there still is one."""
+        if self._writer is not None and not self._writer.is_closing():
+            # Not awaited: a client that is gone must not wait for a full pipe, and the frame is 40 bytes.
+            self._writer.write(encode(Request(next(self._ids), "cancel", {"target": stream_id})))
+
+    async def call(self, op: str, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """A simple operation. Raises what the engine answers, EngineFailed when it dies, TimedOut."""
+        call_id = next(self._ids)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        is_use = op not in _NO_USE
+        self._using_calls += is_use
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(Request(call_id, op, dict(args)))
+                return await future
+        except TimeoutError:
+            raise TimedOut(f"the engine of {self.model} did not answer {op!r} within {timeout_s:g} s") from None
+        finally:
+            del self._calls[call_id]
+            if is_use:
+                self._using_calls -= 1
+                self.last_use_s = time.monotonic()
+                self._changed.notify()
+
+    # -- the process -----------------------------------------------------------------------------------------------
+
+    async def live(self, config_json: str) -> None:
+        """Run the process to its end. Never raises but when cancelled, and then the process is gone too."""
+        ours, theirs = socket.socketpair()
+        pump: asyncio.Task[None] | None = None
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    "--fd",
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    env={**os.environ, CONFIG_VARIABLE: config_json},
+                    pass_fds=(theirs.fileno(),),
+                    # Ctrl-C in a terminal goes to the whole group; the front alone decides when an engine ends.
+                    start_new_session=True,
+                )
+            self.pid = self._process.pid
+            if self.stop_asked:  # meanwhile
+                self.kill()
+            log.info("engine of %s started, pid %d", self.model, self.pid)
+            pump = asyncio.create_task(self._pump_stderr(self._process), name=f"stderr of {self.model}")
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BYTES)
+            await self._read(reader)
+        except OSError as exc:
+            self.error = self.error or EngineFailed(f"the engine could not be started: {exc.strerror}")
+            ours.close()
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        finally:
+            await self._reap(pump)
+
+    def kill(self) -> None:
+        """End it without asking."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def stop(self, flush_s: float) -> None:
+        """Ask it to make its pages durable and to end; kill it when it does not answer. It may not be gone yet then."""
+        self.state = EngineState.STOPPING
+        self.stop_asked = True
+        self._changed.notify()
+        try:
+            await self.call("flush", {"timeout_s": flush_s}, flush_s + 1.0)
+        except TierdError as exc:
+            log.warning("flush of %s: %s", self.model, exc)
+        try:
+            await self.call("stop", {"timeout_s": 1.0}, 2.0)
+        except TierdError:
+            self.kill()
+
+    def fail_streams(self, error: TierdError) -> None:
+        """End every stream with an error of the daemon, and let the engine stop working on them."""
+        for stream_id, mailbox in self._mailboxes.items():
+            mailbox.fail(error)
+            self.cancel(stream_id)
+
+    async def _reap(self, pump: asyncio.Task[None] | None) -> None:
+        # Its socket is closed, so nothing can be asked of it any more, though it is not gone yet.
+        self.state = EngineState.STOPPING
+        self._changed.notify()
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None:
+            try:
+                async with asyncio.timeout(EXIT_GRACE_S):
+                    await self._process.wait()
+            except (TimeoutError, asyncio.CancelledError):
+                self.kill()
+                await self._process.wait()
+        if pump is not None:
+            # A grandchild could hold the pipe open for ever.
+            await asyncio.wait([pump], timeout=1.0)
+            pump.cancel()
+        # Only now: its store is unlocked when the process is gone, and the next engine needs it.
+        self.state = EngineState.ENDED
+        for mailbox in self._mailboxes.values():
+            mailbox.lose()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineFailed(f"the engine of {self.model} ended: {self.last_words()}"))
+        self._changed.notify()
+
+    async def _send(self, request: Request) -> None:
+        if self._writer is None or self.state is EngineState.ENDED or self._writer.is_closing():
+            raise EngineFailed(f"the engine of {self.model} is not there")
+        self._writer.write(encode(request))
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._writer.drain()
+        except ConnectionError:
+            raise EngineFailed(f"the engine of {self.model} ended") from None
+        except TimeoutError:
+            self.kill()  # it has not read for half a minute: its io thread is gone
+            raise EngineFailed(f"the engine of {self.model} does not read") from None
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        decoder = FrameDecoder()
+        try:
+            while data := await reader.read(READ_BYTES):
+                for message in decoder.feed(data):
+                    self._handle(to_event(message))
+        except ConnectionError:
+            return
+        except (ProtocolError, TierdError, KeyError, TypeError) as exc:
+            log.error("the engine of %s broke the protocol: %s", self.model, exc)
+            self.kill()
+
+    def _handle(self, event: Event) -> None:
+        if event.id == 0:
+            self._handle_news(event)
+        elif (mailbox := self._mailboxes.get(event.id)) is not None:
+            mailbox.put(event)
+            self.completed += event.ev == "done"
+        elif (future := self._calls.get(event.id)) is not None and not future.done():
+            if event.ev == "result":
+                future.set_result(event.data)
+            else:
+                future.set_exception(from_wire(event.data))
+
+    def _handle_news(self, event: Event) -> None:
+        match event.ev:
+            case "progress":
+                self.progress = event.data
+            case "ready":
+                self.info = event.data
+                self.progress = {}
+                self.was_ready = True
+                if self.state is EngineState.STARTING:
+                    self.state = EngineState.READY
+                self.last_use_s = time.monotonic()
+                self._on_ready(self)
+                log.info("engine of %s is ready after %.1f s", self.model, self.last_use_s - self.started_s)
+            case "notice":
+                self.notices.append(str(event.data.get("text", "")))
+                log.warning("engine of %s: %s", self.model, self.notices[-1])
+            case "failed":
+                self.error = from_wire(event.data)
+            case _:
+                log.debug("engine of %s says %s", self.model, event.ev)
+        self._changed.notify()
+
+    async def _pump_stderr(self, process: asyncio.subprocess.Process) -> None:
+        if process.stderr is None:
+            return
+        rest = b""
+        while data := await process.stderr.read(READ_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._keep(line)
+            if len(rest) > LINE_BYTES:
+                self._keep(rest)
+                rest = b""
+        if rest:
+            self._keep(rest)
+
+    def _keep(self, line: bytes) -> None:
+        text = line[:LINE_BYTES].decode("utf-8", "replace").rstrip()
+        if text:
+            self._tail.append(text)
+            log.info("[%s] %s", self.model, text)
+
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_PATH = re.compile(r"(?:/[^\s/'\":]+)+/(?=[^\s/])")
+
+
+def _without_internals(line: str) -> str:
+    """A line of an engine's standard error without addresses and directories."""
+    return _PATH.sub("", _ADDRESS.sub("0x...", line))[:300]
+
+
+def _args(submit: Submit) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(submit)
+    return built

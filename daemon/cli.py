@@ -1,0 +1,117 @@
+"""The command line: `tierd VERB`.
+
+Exit codes: 0, 1 failed, 2 usage, 69 no daemon, 75 try later, 77 permission, 78 bad config, 130 interrupted.
+
+Only the module of the verb that was typed is imported. Every error is one line `error: ...`, with `hint: ...` below it
+when there is a next step; a traceback shows with TIERD_DEBUG=1 alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from tierd.daemon.cli_common import debugging, note, print_error
+from tierd.daemon.errors import Aborted, BadRequest, TierdError, from_wire, suggest, to_wire
+
+# Verb -> module and function; the order is that of the help.
+VERBS = {
+    "run": "cli_run:run", "ps": "cli_use:ps", "load": "cli_use:load", "unload": "cli_use:unload",
+    "pull": "cli_models:pull", "list": "cli_models:list_", "show": "cli_models:show", "rm": "cli_models:rm",
+    "serve": "cli_daemon:serve", "start": "cli_daemon:start", "stop": "cli_daemon:stop",
+    "status": "cli_daemon:status", "logs": "cli_daemon:logs",
+    "cache": "cli_cache:cache", "config": "cli_config:config_", "version": "cli_config:version",
+}  # fmt: skip
+ALIASES = {"ls": "list"}
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a verb when the verb is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Verbs in the order of the help."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a verb or of an alias."""
+        place = VERBS.get(ALIASES.get(cmd_name, cmd_name))
+        if place is None:
+            return None
+        module, _, name = place.partition(":")
+        command = getattr(importlib.import_module(f"tierd.daemon.{module}"), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb in `args`; raises BadRequest for a word that is none."""
+        if args and args[0] not in {**VERBS, **ALIASES} and not args[0].startswith("-"):
+            hint = suggest(args[0], [*VERBS, *ALIASES]) or "see `tierd --help`"
+            raise BadRequest(f"there is no `tierd {args[0]}`", hint=hint)
+        return super().resolve_command(ctx, args)
+
+
+def _print_version(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from tierd.daemon.version import version
+
+        print(f"tierd {version()}")
+        context.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--socket", metavar="PATH", help="Unix socket of the daemon.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version,
+              help="Print the version.")  # fmt: skip
+def app(socket: str | None) -> None:
+    """A local LLM daemon that keeps pages of KV cache in three tiers and never computes a prefix twice."""
+    if socket is not None:
+        os.environ["TIERD_SOCKET"] = socket  # for this process and for a daemon that it starts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; returns its exit code and never raises."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if "_TIERD_COMPLETE" in os.environ:
+            app.main(prog_name="tierd")
+        # Not `app.main`: that turns a reader who went away into exit code 1.
+        with app.make_context("tierd", argv or ["--help"]) as context:
+            app.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except click.exceptions.Exit as exc:
+        return exc.exit_code
+    except click.ClickException as exc:
+        where = exc.ctx.command_path if isinstance(exc, click.UsageError) and exc.ctx is not None else "tierd"
+        print_error(BadRequest(exc.format_message().replace("\n", " "), hint=f"see `{where} --help`"))
+        return exc.exit_code
+    except (KeyboardInterrupt, EOFError, click.Abort):
+        note("")
+        return Aborted("").exit_code
+    except BrokenPipeError:
+        # The reader of our output is gone (`tierd list | head -1`): nothing is left to say. The descriptor goes to
+        # /dev/null because the interpreter flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except TierdError as exc:
+        if debugging():
+            raise
+        print_error(exc)
+        return exc.exit_code
+    except Exception as exc:
+        if debugging():
+            raise
+        error = from_wire(to_wire(exc))
+        error.hint = "TIERD_DEBUG=1 shows where; please report it"
+        print_error(error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

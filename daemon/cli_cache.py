@@ -1,0 +1,144 @@
+"""Verbs about the page store: cache ls, verify, gc, clear."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import click
+import msgspec
+
+from tierd.clients.blocking import Client
+from tierd.daemon import kv_quota
+from tierd.daemon.cli_common import (
+    confirm,
+    connect,
+    connect_if_running,
+    human_bytes,
+    json_option,
+    kv_root,
+    leave,
+    load_settings,
+    note,
+    print_json,
+    print_table,
+    settings_options,
+    yes_option,
+)
+
+ACTION_TIMEOUT_S = 900.0  # verifying reads every stored page
+model_option = click.option("--model", help="Only this model; it is loaded if need be.")
+
+
+@click.group(no_args_is_help=False)
+def cache() -> None:
+    """Look after the pages on disk."""
+
+
+@cache.command("ls")
+@settings_options("cache_dir")
+@json_option
+def list_(flags: dict[str, Any], as_json: bool) -> None:
+    """List the page stores on disk, one a model (and way to compute). Works without a daemon."""
+    root = kv_root(load_settings(flags))
+    stores = kv_quota.namespaces(root)
+    if as_json:
+        print_json({"root": str(root), "namespaces": [msgspec.to_builtins(store) for store in stores]})
+        return
+    if not stores:
+        note(f"no pages are kept below {root}")
+        return
+    rows = []
+    for store in stores:
+        used = datetime.datetime.fromtimestamp(store.last_use_s).strftime("%Y-%m-%d %H:%M")
+        state = "open" if store.open else "closed"
+        rows.append((store.name, store.model or "?", human_bytes(store.bytes), state, used))
+    print_table(("NAMESPACE", "MODEL", "SIZE", "STATE", "LAST USE"), rows)
+
+
+@cache.command()
+@settings_options("socket")
+@click.option("--repair", is_flag=True, help="Set damaged pages aside.")
+@model_option
+@json_option
+def verify(flags: dict[str, Any], repair: bool, model: str | None, as_json: bool) -> None:
+    """Read every stored page of the loaded models and check it. Exit code 1 when something is wrong."""
+    with connect(load_settings(flags)) as client:
+        answer = _ask(client, "verify", model, repair=repair)
+    findings = {name: _findings(part) for name, part in answer["engines"].items()}
+    if as_json:
+        print_json(answer)
+    else:
+        for name, lines in findings.items():
+            note(f"{name}: {len(lines)} findings" if lines else f"{name}: sound")
+            for line in lines:
+                print(f"{name}: {line}")
+        _tell_untouched(answer, "verify")
+    if any(findings.values()) and not repair:
+        leave(1)
+
+
+@cache.command()
+@settings_options("socket")
+@model_option
+@json_option
+def gc(flags: dict[str, Any], model: str | None, as_json: bool) -> None:
+    """Give back disk space that no page needs, in the stores of the loaded models."""
+    with connect(load_settings(flags)) as client:
+        answer = _ask(client, "gc", model)
+    if as_json:
+        print_json(answer)
+        return
+    for name in answer["engines"]:
+        note(f"{name}: done")
+    _tell_untouched(answer, "gc")
+
+
+@cache.command()
+@settings_options("socket", "cache_dir")
+@model_option
+@yes_option
+@json_option
+def clear(flags: dict[str, Any], model: str | None, yes: bool, as_json: bool) -> None:
+    """Delete the stored pages: through the daemon when one runs, else the directories that nobody has open."""
+    settings = load_settings(flags)
+    root = kv_root(settings)
+    before = {store.name: store for store in kv_quota.namespaces(root)}
+    confirm(f"Delete the pages of {model or 'all models'} below {root}?", yes=yes)
+    removed_pages: dict[str, Any] = {}
+    client = connect_if_running(settings)
+    if client is not None:
+        with client:
+            answer = _ask(client, "clear", model, yes=True)
+        removed_pages = {name: part.get("removed_pages") for name, part in answer["engines"].items()}
+    else:
+        for store in before.values():
+            if model in (None, store.model):
+                kv_quota.remove(root, store.name)
+    after = {store.name: store.bytes for store in kv_quota.namespaces(root)}
+    freed_bytes = sum(max(0, store.bytes - after.get(name, 0)) for name, store in before.items())
+    if as_json:
+        print_json({"freed_bytes": freed_bytes, "removed_pages": removed_pages, "left": sorted(after)})
+        return
+    for name, count in removed_pages.items():
+        note(f"{name}: {count} pages removed")  # an open store keeps the space for the next ones
+    note(f"freed {human_bytes(freed_bytes)}")
+
+
+def _ask(client: Client, action: str, model: str | None, **arguments: Any) -> dict[str, Any]:
+    """The answer of the daemon: `engines` by model, `closed` stores that it did not touch."""
+    answer = client.call("cache", action=action, model=model, wait_s=ACTION_TIMEOUT_S, **arguments)
+    return {"engines": answer.get("engines", {}), "closed": answer.get("closed", [])}
+
+
+def _findings(answer: object) -> list[str]:
+    found = answer.get("findings", []) if isinstance(answer, dict) else []
+    return [str(line) for line in found]
+
+
+def _tell_untouched(answer: dict[str, Any], action: str) -> None:
+    if not answer["engines"]:
+        note("no model is loaded, so no store was touched")
+    for store in answer["closed"]:
+        owner = store.get("model") or store.get("name")
+        note(f"{owner}: not loaded, left alone; `tierd cache {action} --model {owner}` loads it")

@@ -1,0 +1,214 @@
+"""What the verbs of the command line share: settings flags, the connection, tables, progress.
+
+Imported by every verb, `tierd ps` has to end within 0.3 s: nothing heavy at the top.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from tierd.clients.blocking import Client
+from tierd.daemon import config
+from tierd.daemon.config_values import boolean
+from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError
+from tierd.daemon.protocol import Event
+
+LOAD_TIMEOUT_S = 900.0  # between two signs of progress of a model that comes up
+
+Verb = Callable[..., None]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+
+
+def settings_options(*names: str, without: Sequence[str] = ()) -> Callable[[Verb], Verb]:
+    """Give a verb the flags of these settings (none named: of all) and pass them to it as one map `flags`.
+
+    The flags, their texts and their parsers come from `config.Settings`: a new setting is a flag everywhere at once.
+    """
+    docs = [doc for doc in config.setting_docs() if (not names or doc.name in names) and doc.name not in without]
+
+    def decorate(verb: Verb) -> Verb:
+        @functools.wraps(verb)
+        def with_flags(**values: Any) -> None:
+            flags = {doc.name: values.pop(doc.name) for doc in docs}
+            verb(**values, flags=flags)
+
+        decorated: Verb = with_flags
+        for doc in reversed(docs):
+            spelling = f"{doc.flag}/--no{doc.flag[1:]}" if doc.parse is boolean else doc.flag
+            sentence = f"{doc.doc[0].upper()}{doc.doc[1:]}."
+            decorated = click.option(spelling, doc.name, default=None, help=sentence)(decorated)
+        return decorated
+
+    return decorate
+
+
+def load_settings(flags: Mapping[str, object]) -> config.Settings:
+    """The settings of this call: flags, environment, config file, defaults. Raises BadConfig."""
+    return config.load(flags).settings
+
+
+def connect(settings: config.Settings) -> Client:
+    """A connected client. Raises DaemonUnreachable (exit code 69) with the next step."""
+    return Client(settings.socket).connect()
+
+
+def connect_if_running(settings: config.Settings) -> Client | None:
+    """A connected client, or None when no daemon runs."""
+    try:
+        return connect(settings)
+    except DaemonUnreachable:
+        return None
+
+
+def print_json(value: object) -> None:
+    """One JSON document on the standard output."""
+    print(json.dumps(value, ensure_ascii=False, indent=2, default=str))
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as their widest cell; what comes from outside cannot move the cursor."""
+    table = [list(head)] + [[shown(str(cell)) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def shown(text: str) -> str:
+    """Text from outside on one line, without control characters."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def note(text: str) -> None:
+    """A line for the person on the standard error, apart from what a program may read."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_error(exc: TierdError) -> None:
+    """`error: ...`, and `hint: ...` when there is a next step."""
+    note(f"error: {shown(exc.message)}")
+    if exc.hint:
+        note(f"hint: {shown(exc.hint)}")
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something is lost. Without a terminal nobody can answer: that is a usage error that names --yes."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise BadRequest(f"{question} Nobody can be asked here.", hint="add --yes")
+    note(f"{question} [y/N] ")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        leave(1)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End the command with this code."""
+    raise click.exceptions.Exit(exit_code)
+
+
+def human_bytes(count: float | None) -> str:
+    """`1.2 GB`; `-` for what is not known."""
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """`5s`, `12m`, `3h`, `2d`; `-` for what is not known or never comes."""
+    if seconds is None:
+        return "-"
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
+
+
+class Progress:
+    """Progress of a long job on the standard error: one moving line on a terminal, else a line per 10%."""
+
+    BAR_CELLS = 24
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._stage = ""
+        self._tenth = -1
+        self._open_line = False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Stage by name, done of total; a total of 0 means that it is not known."""
+        share = min(1.0, done / total) if total > 0 else 0.0
+        tenth = int(share * 10)
+        if stage != self._stage:
+            self.finish()
+            self._stage, self._tenth = stage, -1
+        if self._terminal:
+            cells = int(share * self.BAR_CELLS)
+            bar = "█" * cells + "·" * (self.BAR_CELLS - cells)
+            sys.stderr.write(f"\r\x1b[K{shown(stage)}  {bar}  {_amount(done, total)}")
+            sys.stderr.flush()
+            self._open_line = True
+        elif tenth > self._tenth:
+            note(f"{shown(stage)} {tenth * 10}% {_amount(done, total)}" if total > 0 else f"{shown(stage)} ...")
+        self._tenth = max(tenth, self._tenth)
+
+    def on_event(self, event: Event) -> None:
+        """The same for a progress event of the daemon."""
+        stage = str(event.data.get("stage") or event.data.get("text") or "working")
+        self(stage, _whole(event.data.get("done")), _whole(event.data.get("total")))
+
+    def finish(self) -> None:
+        """End the moving line."""
+        if self._open_line:
+            sys.stderr.write("\n")
+            self._open_line = False
+
+
+def _whole(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _amount(done: int, total: int) -> str:
+    if total >= 1_000_000:  # no count of tensors or kernels gets that large: these are bytes
+        return f"{human_bytes(done)} of {human_bytes(total)}"
+    return f"{done} of {total}" if total > 0 else ""
+
+
+def kv_root(settings: config.Settings) -> Path:
+    """Where the page stores lie, one directory a namespace."""
+    return settings.cache_dir / "kv"
+
+
+def given_flags(flags: Mapping[str, object]) -> list[str]:
+    """The flags of a `settings_options` map that were given, as a command line.
+
+    Without secrets: every user of the machine can read the command line of a process.
+    """
+    arguments: list[str] = []
+    for doc in config.setting_docs():
+        value = flags.get(doc.name)
+        if value is None or doc.secret:
+            continue
+        if isinstance(value, bool):
+            arguments.append(doc.flag if value else f"--no{doc.flag[1:]}")
+        else:
+            arguments.append(f"{doc.flag}={value}")
+    return arguments
+
+
+def debugging() -> bool:
+    """Whether tracebacks are wanted."""
+    return os.environ.get("TIERD_DEBUG", "") not in ("", "0")

@@ -1,0 +1,70 @@
+"""Verbs about settings: config show, config path, version."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tierd.daemon import config, paths
+from tierd.daemon.cli_common import json_option, print_json, print_table, settings_options
+from tierd.daemon.config_values import duration_s
+from tierd.daemon.version import version as package_version
+
+
+@click.group("config", no_args_is_help=False)
+def config_() -> None:
+    """Show the settings."""
+
+
+@config_.command()
+@settings_options()
+@click.option("--origin", is_flag=True, help="Also where each value comes from.")
+@json_option
+def show(flags: dict[str, Any], origin: bool, as_json: bool) -> None:
+    """Print every setting with its value; `auto` sizes with what they mean on this machine."""
+    settings, origins = config.load(flags)
+    sizes = config.resolve_sizes(settings, config.probe_machine(settings.cache_dir))
+    auto = dict(zip(("device_mem", "host_mem", "nvme_mem", "nvme_min_free"), sizes, strict=True))
+    if as_json:
+        print_json(
+            {
+                doc.key: {
+                    "value": _plain(doc, getattr(settings, doc.name)),
+                    "origin": origins[doc.name],
+                    **({"bytes": auto[doc.name]} if doc.name in auto else {}),
+                }
+                for doc in config.setting_docs()
+            }
+        )
+        return
+    rows = []
+    for doc in config.setting_docs():
+        value = str(_plain(doc, getattr(settings, doc.name)))
+        if doc.name in auto and value == "auto":
+            value = f"auto ({auto[doc.name]})"
+        rows.append((doc.key, value or '""', origins[doc.name]) if origin else (doc.key, value or '""'))
+    print_table(("SETTING", "VALUE", "ORIGIN") if origin else ("SETTING", "VALUE"), rows)
+
+
+def _plain(doc: config.SettingDoc, value: object) -> object:
+    """A value as it is written in the file; a secret only says that it is set."""
+    if doc.secret:
+        return "(set)" if value else ""
+    if value is None:
+        return "never" if doc.parse is duration_s else "auto"
+    return str(value) if isinstance(value, Path) else value
+
+
+@config_.command()
+def path() -> None:
+    """Print where the config file is looked for."""
+    print(paths.config_file(os.environ))
+
+
+@click.command()
+def version() -> None:
+    """Print the version."""
+    print(f"tierd {package_version()}")

@@ -1,0 +1,158 @@
+"""Verbs about the daemon itself: serve, start, stop, status, logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tierd.daemon import paths
+from tierd.daemon.cli_common import (
+    LOAD_TIMEOUT_S,
+    Progress,
+    connect,
+    connect_if_running,
+    given_flags,
+    human_bytes,
+    human_seconds,
+    json_option,
+    leave,
+    load_settings,
+    note,
+    print_json,
+    print_table,
+    settings_options,
+)
+from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound
+
+ANSWER_S = 60.0  # for writing pages to the disk beyond the timeout, before we call it stuck
+
+
+@click.command()
+@settings_options()
+def serve(flags: dict[str, Any]) -> None:
+    """Run the daemon in the foreground."""
+    settings = load_settings(flags)
+    from tierd.daemon import log
+    from tierd.daemon.lifecycle import serve as run_daemon  # asyncio and the server: only this verb needs them
+
+    log.set_up(settings.log_level, settings.log_format, paths.log_file())
+    try:
+        exit_code = run_daemon(settings)
+    finally:
+        log.tear_down()
+    leave(exit_code)
+
+
+@click.command()
+@settings_options()
+@click.option("--model", help="Load this model and wait until it is ready.")
+def start(flags: dict[str, Any], model: str | None) -> None:
+    """Start the daemon in the background; returns when its socket answers."""
+    from tierd.daemon.cli_spawn import spawn
+
+    settings = load_settings(flags)
+    client = connect_if_running(settings)
+    if client is not None:
+        pid = client.call("status").get("pid")
+        arguments = given_flags({**flags, "socket": None})
+        if arguments:
+            client.close()
+            raise AlreadyRunning(
+                f"a daemon runs already (pid {pid}); {' '.join(arguments)} would change nothing",
+                hint="`tierd stop` first",
+            )
+        note(f"tierd runs already, pid {pid}")
+    else:
+        client, pid = spawn(settings, given_flags(flags))
+        note(f"tierd started, pid {pid}, socket {settings.socket}")
+    with client:
+        if model is not None:
+            progress = Progress()
+            try:
+                client.call("load", model=model, on_progress=progress.on_event, wait_s=LOAD_TIMEOUT_S)
+            finally:
+                progress.finish()
+            note(f"{model} is ready")
+
+
+@click.command()
+@settings_options("socket")
+@click.option("--timeout", type=click.FloatRange(0, 600), default=30.0, show_default=True, help="Seconds it may take.")
+def stop(flags: dict[str, Any], timeout: float) -> None:
+    """Stop the daemon: no new work, running answers end, pages are written, then it exits."""
+    from tierd.daemon.cli_spawn import wait_until_gone
+
+    settings = load_settings(flags)
+    with connect(settings) as client:
+        pid = client.call("status").get("pid")
+        try:
+            client.call("stop", timeout_s=timeout)
+        except DaemonUnreachable:
+            pass  # it was faster than its answer
+    wait_until_gone(settings.socket, pid if isinstance(pid, int) else 0, timeout + ANSWER_S)
+    note("tierd stopped")
+
+
+@click.command()
+@settings_options("socket")
+@json_option
+def status(flags: dict[str, Any], as_json: bool) -> None:
+    """Show the state of the daemon, its model and its tiers."""
+    settings = load_settings(flags)
+    try:
+        client = connect(settings)
+    except DaemonUnreachable as exc:
+        if as_json:
+            print_json({"state": "stopped", "pid": None, "model": None, "socket": str(settings.socket)})
+            leave(exc.exit_code)
+        raise
+    with client:
+        state = client.call("status")
+    if as_json:
+        print_json(state)
+        return
+    rows: list[tuple[str, object]] = [
+        ("state", state.get("state", "?")),
+        ("pid", state.get("pid", "?")),
+        ("version", state.get("version", "?")),
+        ("up", human_seconds(state.get("uptime_s"))),
+        ("model", state.get("model") or "none loaded"),
+        ("socket", state.get("socket", settings.socket)),
+        ("http", state.get("http") or "off"),
+    ]
+    for name, value in rows:
+        print(f"{name:<8} {value}")
+    tiers = state.get("tiers") or {}
+    if tiers:
+        print()
+        print_table(("TIER", "TOTAL", "USED", "CACHED", "FREE"), (_gauges(name, tier) for name, tier in tiers.items()))
+
+
+def _gauges(name: str, tier: object) -> tuple[str, ...]:
+    if not isinstance(tier, dict):
+        return (name, "-", "-", "-", "-")
+    return (name, *(human_bytes(tier.get(f"{part}_bytes")) for part in ("total", "used", "cached", "free")))
+
+
+@click.command()
+@click.option("-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="How many of the last.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new lines.")
+@click.option("--json", "as_json", is_flag=True, help="The lines as they are.")
+def logs(lines: int, follow: bool, as_json: bool) -> None:
+    """Show the log of the background daemon."""
+    from tierd.daemon.cli_logs import follow_lines, last_lines, readable
+
+    file = paths.log_file()
+    if not file.exists():
+        raise NotFound(f"no log at {file}", hint=_no_log_hint(file))
+    for line in last_lines(file, lines):
+        print(line if as_json else readable(line))
+    if follow:
+        for line in follow_lines(file):
+            print(line if as_json else readable(line), flush=True)
+
+
+def _no_log_hint(file: Path) -> str:
+    return f"the daemon writes there when it runs without a terminal (directory {file.parent})"

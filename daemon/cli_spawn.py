@@ -1,0 +1,90 @@
+"""Start a daemon in the background and wait for it; wait for one to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tierd.clients.blocking import Client
+from tierd.daemon import paths
+from tierd.daemon.config import Settings
+from tierd.daemon.errors import BadConfig, DaemonUnreachable, PermissionDenied, TierdError, TimedOut, TryLater
+
+START_TIMEOUT_S = 15.0
+POLL_S = 0.02
+
+
+def spawn(settings: Settings, flags: list[str]) -> tuple[Client, int]:
+    """Start `tierd serve` with these flags, apart from this terminal; returns when its socket answers.
+
+    Returns a connected client and the pid. What the daemon prints before its log is open goes to `tierd.err` beside the
+    log; when it dies early, that text is the error, under the exit code it chose.
+    """
+    words = paths.make_private_dir(paths.state_dir()) / "tierd.err"
+    with open(os.open(words, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as sink:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tierd.daemon.cli", "serve", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,  # a Ctrl-C in this terminal is not for the daemon
+            env={**os.environ, "TIERD_API_KEY": settings.api_key},  # not as a flag, see `given_flags`
+        )
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            client = Client(settings.socket).connect()
+            # Of two starts at once one child gives up; the socket then belongs to the other.
+            return client, int(client.call("hello")["pid"])
+        except DaemonUnreachable:
+            if child.poll() is not None:
+                raise _early_death(child.returncode, words) from None
+        time.sleep(POLL_S)
+    child.terminate()
+    raise TimedOut(f"the daemon did not answer within {START_TIMEOUT_S:g} s", hint=f"see {words} and `tierd logs`")
+
+
+def _early_death(returncode: int, words: Path) -> TierdError:
+    said = words.read_text("utf-8", "replace").splitlines()
+    message = next((line.removeprefix("error: ") for line in said if line.startswith("error: ")), None)
+    hint = next((line.removeprefix("hint: ") for line in said if line.startswith("hint: ")), None)
+    kinds: dict[int, type[TierdError]] = {75: TryLater, 77: PermissionDenied, 78: BadConfig}
+    kind = kinds.get(returncode, TierdError)
+    return kind(message or f"the daemon ended at its start with exit code {returncode}", hint=hint or f"see {words}")
+
+
+def wait_until_gone(socket: Path, pid: int, timeout_s: float) -> None:
+    """Return when the process is gone and its socket no longer answers. Raises TimedOut."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if not _alive(pid) and not _answers(socket):
+            return
+        time.sleep(POLL_S)
+    raise TimedOut(f"the daemon (pid {pid}) did not end within {timeout_s:g} s", hint=f"`kill -9 {pid}` loses no page")
+
+
+def _alive(pid: int) -> bool:
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    # A zombie is gone for our purpose: its files and sockets are closed, its parent just has not looked yet.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2][:1] != "Z"
+    except OSError:
+        return False
+
+
+def _answers(socket: Path) -> bool:
+    try:
+        Client(socket).connect().close()
+    except TierdError:
+        return False
+    return True

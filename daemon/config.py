@@ -1,0 +1,339 @@
+"""Settings: one frozen tree, strict, and each value knows where it came from.
+
+Order: flags > `TIERD_*` variables > the config file (TOML) > defaults. A key nobody knows or a value of a wrong kind is
+`BadConfig` (exit code 78) that names the file, the variable or the flag.
+
+Sizes are `6GB` (10^9), `512MiB` (2^20), plain bytes, `0` (off) or `auto`. What `auto` means on this machine is computed
+apart, by `auto_sizes`, so that a `Settings` holds what was asked for and never what was derived.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from tierd.daemon.config_values import (
+    boolean,
+    choice,
+    context_tokens,
+    count,
+    duration_s,
+    existing_or_new_dir,
+    listen_address,
+    model_reference,
+    size_or_auto,
+    socket_file,
+    text,
+)
+from tierd.daemon.errors import BadConfig, suggest
+from tierd.daemon.paths import cache_dir, check_socket_path, config_file, models_dir, socket_path
+
+
+def _setting(doc: str, parse: Callable[[object], Any], *, key: str = "", secret: bool = False) -> dict[str, Any]:
+    return {"doc": doc, "parse": parse, "key": key, "secret": secret}
+
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for. `setting_docs()` lists every field with its documentation."""
+
+    models_dir: Path = field(metadata=_setting("directory of the prepared models", existing_or_new_dir))
+    cache_dir: Path = field(
+        metadata=_setting("directory of the page store and the compiled kernels; may be deleted", existing_or_new_dir)
+    )
+    socket: Path = field(metadata=_setting("unix socket of the daemon", socket_file))
+    listen: str = field(
+        default="127.0.0.1:8421",
+        metadata=_setting("HTTP host:port; empty turns HTTP off; beyond loopback needs api_key", listen_address),
+    )
+    api_key: str = field(default="", metadata=_setting("key that HTTP clients must send", text, secret=True))
+    device_mem: int | None = field(
+        default=None, metadata=_setting("bytes of pages beside the computation (a size or auto)", size_or_auto)
+    )
+    host_mem: int | None = field(
+        default=None, metadata=_setting("bytes of pages in CPU memory, 0: no such tier (a size or auto)", size_or_auto)
+    )
+    nvme_mem: int | None = field(
+        default=None, metadata=_setting("bytes of pages on disk, 0: no such tier (a size or auto)", size_or_auto)
+    )
+    nvme_min_free: int | None = field(
+        default=None, metadata=_setting("bytes of the disk that tierd leaves free (a size or auto)", size_or_auto)
+    )
+    threads: int = field(default=0, metadata=_setting("threads that compute, 0: every core", count(0, 1024)))
+    kv_format: str = field(
+        default="fp32", metadata=_setting("numbers in a page: fp32, fp16 or bf16", choice("fp32", "fp16", "bf16"))
+    )
+    ctx: int = field(
+        default=0, metadata=_setting("longest context in tokens, 0: what the model was trained for", context_tokens)
+    )
+    max_batch: int = field(
+        default=512, metadata=_setting("tokens computed in one step, prompts and answers together", count(16, 65536))
+    )
+    max_streams: int = field(default=16, metadata=_setting("answers that are written at once", count(1, 1024)))
+    max_queue: int = field(
+        default=512, metadata=_setting("requests that wait before new ones are refused", count(1, 65536))
+    )
+    keep_alive_s: float | None = field(
+        default=900.0,
+        metadata=_setting("time until an idle model is unloaded: 90, 15m, 1h or never", duration_s, key="keep_alive"),
+    )
+    log_level: str = field(
+        default="info",
+        metadata=_setting("debug (may hold prompt text), info, warning or error", choice(*_LEVELS)),
+    )
+    log_format: str = field(
+        default="auto",
+        metadata=_setting("pretty, json, or auto: pretty on a terminal", choice("auto", "pretty", "json")),
+    )
+    offline: bool = field(default=False, metadata=_setting("never use the network", boolean))
+    default_model: str = field(
+        default="smollm2:135m", metadata=_setting("model of `tierd run` when none is named", model_reference)
+    )
+
+
+class SettingDoc(NamedTuple):
+    """How one setting is written and what it means."""
+
+    name: str
+    key: str
+    env: str
+    flag: str
+    doc: str
+    secret: bool
+    parse: Callable[[object], Any]
+
+
+class Loaded(NamedTuple):
+    """Settings, and for each field where its value came from: `flag --x`, `env TIERD_X`, `file PATH`, `default`."""
+
+    settings: Settings
+    origins: dict[str, str]
+
+
+def setting_docs() -> list[SettingDoc]:
+    """Every setting in the order of `Settings`."""
+    docs = []
+    for item in dataclasses.fields(Settings):
+        meta = item.metadata
+        key = meta["key"] or item.name
+        env, flag = "TIERD_" + key.upper(), "--" + key.replace("_", "-")
+        docs.append(SettingDoc(item.name, key, env, flag, meta["doc"], meta["secret"], meta["parse"]))
+    return docs
+
+
+# Variables that are not settings: where things lie before the settings are read, and the traceback switch. Those that
+# begin with TIERD_TEST_ are for the test suite.
+_OTHER_ENV = frozenset({"TIERD_CONFIG", "TIERD_STATE_DIR", "TIERD_RUNTIME_DIR", "TIERD_DEBUG"})
+
+
+def load(flags: Mapping[str, object], env: Mapping[str, str] = os.environ, path: Path | None = None) -> Loaded:
+    """Read all four sources. `flags`: field name -> value, None where the flag was not given.
+
+    `path`: the config file; without it the user's own one, which need not exist. Raises BadConfig.
+    """
+    docs = setting_docs()
+    values: dict[str, Any] = {
+        "models_dir": models_dir(env), "cache_dir": cache_dir(env), "socket": socket_path(env)
+    }  # fmt: skip
+    origins = dict.fromkeys((doc.name for doc in docs), "default")
+    by_key, by_env = {doc.key: doc for doc in docs}, {doc.env: doc for doc in docs}
+
+    def take(doc: SettingDoc, value: object, origin: str, where: str) -> None:
+        try:
+            values[doc.name] = doc.parse(value)
+        except ValueError as exc:
+            shown = "" if doc.secret else f", not {value!r}"
+            raise BadConfig(f"{where} must be {exc}{shown}", param=doc.key, hint=doc.doc) from None
+        origins[doc.name] = origin
+
+    file = path or config_file(env)
+    for key, value in _read_file(file, must_exist=path is not None or bool(env.get("TIERD_CONFIG"))).items():
+        if key not in by_key:
+            raise BadConfig(f"unknown key {key!r} in {file}", hint=suggest(key, list(by_key)) or _KEYS_HINT, param=key)
+        doc = by_key[key]
+        if doc.parse in (existing_or_new_dir, socket_file) and isinstance(value, str) and value and value[0] != "~":
+            value = str(file.absolute().parent / value)  # from where the file lies, not from where somebody stood
+        take(doc, value, f"file {file}", f"{key} in {file}")
+    for name, raw in sorted(env.items()):
+        if not name.startswith("TIERD_") or name in _OTHER_ENV or name.startswith("TIERD_TEST_"):
+            continue
+        if name not in by_env:
+            known = [*by_env, *_OTHER_ENV]
+            raise BadConfig(f"unknown variable {name}", hint=suggest(name, known) or _KEYS_HINT, param=name)
+        if raw or by_env[name].parse is text or by_env[name].parse is listen_address:
+            take(by_env[name], raw, f"env {name}", name)
+    by_name = {doc.name: doc for doc in docs}
+    for name, value in flags.items():
+        if value is not None:
+            doc = by_name[name]
+            take(doc, value, f"flag {doc.flag}", doc.flag)
+    settings = Settings(**values)
+    _check_together(settings, origins)
+    return Loaded(settings, origins)
+
+
+_KEYS_HINT = "`tierd config show` lists every setting"
+
+
+def _read_file(file: Path, *, must_exist: bool) -> dict[str, object]:
+    if not must_exist and not file.exists():
+        return {}
+    import tomllib  # 10 ms that only a user with a config file pays
+
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except FileNotFoundError:
+        raise BadConfig(f"no config file at {file}", hint="check TIERD_CONFIG") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise BadConfig(f"{file} is not valid TOML: {exc}") from None
+    except OSError as exc:
+        raise BadConfig(f"cannot read {file}: {exc.strerror}", hint="check its owner and mode") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is out of reach for other machines."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def split_listen(listen: str) -> tuple[str, int]:
+    """Host and port of a checked `listen` value that is not empty. IPv6 hosts stand in brackets."""
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
+    """Rules that hold between settings."""
+    if settings.listen and not is_loopback(split_listen(settings.listen)[0]) and not settings.api_key:
+        raise BadConfig(
+            f"listen = {settings.listen!r} ({origins['listen']}) is reachable from other machines and needs an API key",
+            hint="set TIERD_API_KEY, or listen on 127.0.0.1",
+            param="listen",
+        )
+    check_socket_path(settings.socket)
+
+
+class Machine(NamedTuple):
+    """What the sizes are computed from, in bytes."""
+
+    total_ram: int
+    available_ram: int
+    free_disk: int
+    has_gpu: bool = False
+
+
+class Sizes(NamedTuple):
+    """Bytes of each tier, and of the disk that stays free."""
+
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    nvme_min_free_bytes: int
+
+
+_GB = 10**9
+_MIB = 1 << 20
+
+
+def auto_sizes(total_ram: int, available_ram: int, free_disk: int, has_gpu: bool = False) -> Sizes:
+    """Sizes that suit a machine; pure.
+
+    Without a GPU both memory tiers lie in RAM, beside the weights: a quarter of what is available (at most 8 GB) for
+    the device arena, 15% (at most 16 GB) below it. With one, the device arena lies on the card, whose memory only the
+    engine knows: 0 says so, and CPU memory may take a quarter. The disk tier takes a tenth of the free disk (at most
+    50 GB), and 5% of it (at most 5 GB) stay free. Under 64 MiB a tier holds too few pages to be worth its misses: the
+    device arena never gets less, and the other two turn off.
+    """
+    usable = max(0, min(available_ram, total_ram))
+    if has_gpu:
+        device, host = 0, min(usable // 4, 32 * _GB)
+    else:
+        device, host = max(min(usable // 4, 8 * _GB), 64 * _MIB), min(usable * 15 // 100, 16 * _GB)
+    min_free = min(free_disk // 20, 5 * _GB)
+    nvme = min(free_disk // 10, 50 * _GB)
+    return Sizes(device, _whole(host), _whole(nvme), min_free)
+
+
+def _whole(tier_bytes: int) -> int:
+    return tier_bytes if tier_bytes >= 64 * _MIB else 0
+
+
+def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
+    """The sizes to use: what was asked for, and `auto_sizes` where that is `auto`."""
+    auto = auto_sizes(*machine)
+    asked = (settings.device_mem, settings.host_mem, settings.nvme_mem, settings.nvme_min_free)
+    return Sizes(*(found if wanted is None else wanted for wanted, found in zip(asked, auto, strict=True)))
+
+
+def probe_machine(cache_dir: Path) -> Machine:
+    """Measure this machine: memory (a container's limit counts), and the disk that `cache_dir` is or will be on."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    available = page * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # SC_AVPHYS_PAGES leaves the page cache out: a lower, safe figure
+    limit = _cgroup_left_bytes()
+    if limit is not None:
+        total, available = min(total, limit), min(available, limit)
+    place = cache_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    disk = os.statvfs(place)
+    return Machine(total, available, disk.f_bavail * disk.f_frsize)
+
+
+def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Memory that this control group may still take; None without a limit."""
+    try:
+        limit = int((root / "memory.max").read_text("ascii"))
+        used = int((root / "memory.current").read_text("ascii"))
+    except (OSError, ValueError):  # no cgroup v2 here, or the word "max"
+        return None
+    return max(0, limit - used)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that an engine process is told, as JSON. Sizes in bytes, paths absolute."""
+
+    model_dir: str
+    cache_dir: str  # the root of the page stores: one directory a namespace below it
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    nvme_min_free_bytes: int
+    threads: int  # 0: every core
+    kv_format: str
+    context: int  # 0: what the model was trained for
+    max_batch_rows: int = 512
+    max_streams: int = 16
+    log_level: str = "info"
+
+
+def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineConfig:
+    """The config of an engine for one model."""
+    return EngineConfig(
+        model_dir=str(model_dir),
+        cache_dir=str(settings.cache_dir / "kv"),
+        device_bytes=sizes.device_bytes,
+        host_bytes=sizes.host_bytes,
+        nvme_bytes=sizes.nvme_bytes,
+        nvme_min_free_bytes=sizes.nvme_min_free_bytes,
+        threads=settings.threads,
+        kv_format=settings.kv_format,
+        context=settings.ctx,
+        max_batch_rows=settings.max_batch,
+        max_streams=settings.max_streams,
+        log_level=settings.log_level,
+    )

@@ -1,0 +1,176 @@
+"""The life of the daemon: start in order, run, stop in reverse order within a deadline.
+
+The unix socket answers first, a quarter of a second after the start; HTTP follows when its library is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from typing import Any
+
+from tierd.daemon.child import WORKER
+from tierd.daemon.config import Settings, is_loopback, split_listen
+from tierd.daemon.door import Door
+from tierd.daemon.errors import BadConfig, Conflict, Draining
+from tierd.daemon.metrics import Metrics
+from tierd.daemon.notify import notify
+from tierd.daemon.prepare import Preparer
+from tierd.daemon.server import Server
+from tierd.daemon.service import Service
+from tierd.daemon.supervisor import Supervisor
+
+log = logging.getLogger("tierd.daemon")
+
+MAX_FILES = 65536
+BACKLOG = 1024
+# What is left of the time for stopping when engines and clients had theirs is given to the answers that still run.
+FAREWELL_S = 0.5  # the others are told, and clients read it
+FLUSH_S = 3.0  # engines make pages durable
+ENGINES_S = 4.5  # until engines are killed
+
+
+def serve(settings: Settings, *, command: tuple[str, ...] = WORKER) -> int:
+    """Run the daemon until a signal or a `stop`. Returns the exit code.
+
+    Raises, before anything runs: AlreadyRunning, PermissionDenied, BadConfig (also for an address that other machines
+    reach without a key), Conflict (the HTTP port is taken).
+    """
+    _allow_many_files()
+    with contextlib.ExitStack() as stack:
+        web_socket = _listen(settings.listen, settings.api_key)
+        if web_socket is not None:
+            stack.callback(web_socket.close)
+        door = Door(settings.socket)
+        stack.callback(door.close)
+        return asyncio.run(_Daemon(settings, command).run(door, web_socket))
+
+
+class _Daemon:
+    """One run. Threading: for one event loop."""
+
+    def __init__(self, settings: Settings, command: tuple[str, ...]) -> None:
+        self._settings = settings
+        metrics, prepare = Metrics(), Preparer(settings)
+        self._supervisor = Supervisor(
+            prepare,
+            keep_alive_s=settings.keep_alive_s,
+            command=command,
+            on_death=lambda name: metrics.engine_deaths.update([name]),
+            on_ready=prepare.note,
+        )
+        self._service = Service(settings, self._supervisor, metrics)
+        self._server = Server(self._service)
+        self._signals = 0
+
+    async def run(self, door: Door, web_socket: socket.socket | None) -> int:
+        """From accepting to the last engine's end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        await self._server.start(door.socket)
+        log.info("listening at %s", door.path)
+        keep_alive = asyncio.create_task(self._supervisor.keep_alive(), name="keep-alive")
+        web: Any = None
+        code = 0
+        try:
+            if web_socket is not None:
+                web = await self._start_web(web_socket)
+            notify("READY=1\nSTATUS=ready")
+            stop = asyncio.create_task(self._service.stop_asked.wait(), name="stop")
+            done, _ = await asyncio.wait([stop, keep_alive], return_when=asyncio.FIRST_COMPLETED)
+            if keep_alive in done:
+                log.critical("the keep-alive task died", exc_info=keep_alive.exception())
+                code = 1
+            stop.cancel()
+        finally:
+            keep_alive.cancel()
+            await self._stop(web)
+        return code
+
+    async def _start_web(self, web_socket: socket.socket) -> Any:
+        # In a thread: the import takes 0.3 s, during which the unix socket answers.
+        start = await asyncio.to_thread(_import_web)
+        web = await start(self._service, web_socket)
+        log.info("listening at %s", self._service.http_address)
+        return web
+
+    async def _stop(self, web: Any) -> None:
+        log.info("stopping: %d requests are live", self._service.live)
+        notify("STOPPING=1\nSTATUS=stopping")
+        left = await self._drain()
+        if left:
+            log.warning("%d requests are ended by the stop", left)
+            error = Draining("the daemon is stopping", hint="ask again when it is back")
+            self._supervisor.closing = True
+            self._supervisor.changed.notify()
+            for engine in self._supervisor.engines.values():
+                engine.fail_streams(error)
+            await self._service.drain(FAREWELL_S)
+        await asyncio.gather(self._close_doors(web), self._supervisor.close(FLUSH_S, ENGINES_S))
+        log.info("stopped")
+
+    async def _drain(self) -> int:
+        """Wait for the live requests, until they end, the deadline passes, or a second signal comes."""
+        drain_s = max(0.0, self._service.stop_timeout_s - FAREWELL_S - ENGINES_S)
+        drain = asyncio.create_task(self._service.drain(drain_s))
+        while not drain.done() and self._signals < 2:
+            await asyncio.wait([drain], timeout=0.1)
+        drain.cancel()
+        return self._service.live
+
+    async def _close_doors(self, web: Any) -> None:
+        await self._server.close()
+        if web is not None:
+            await web.cleanup()
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        log.info("got %s", signal.Signals(number).name)
+        self._service.stop_asked.set()
+
+
+def _import_web() -> Any:
+    from tierd.daemon.api.web import start
+
+    return start
+
+
+def _listen(listen: str, api_key: str) -> socket.socket | None:
+    """The TCP socket of HTTP, bound before anything runs, so that a taken port is told at once."""
+    if not listen:
+        return None
+    host, port = split_listen(listen)
+    if not is_loopback(host) and not api_key:
+        # The settings were checked when they were read; a daemon open to the network is worth a second look.
+        raise BadConfig(f"listening at {listen} needs an API key", hint="set TIERD_API_KEY", param="listen")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as exc:
+        raise Conflict(f"cannot listen at {listen}: {exc.strerror}", param="listen") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as exc:
+        sock.close()
+        raise Conflict(
+            f"cannot listen at {listen}: {exc.strerror}", hint="choose another port with --listen, or '' for none",
+            param="listen",
+        ) from None  # fmt: skip
+    return sock
+
+
+def _allow_many_files() -> None:
+    """A connection is a file; the usual soft limit of 1,024 is below what the doors are built for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(MAX_FILES, hard) if hard != resource.RLIM_INFINITY else MAX_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,170 @@
+"""The simple operations of the unix socket: names and arguments to calls of `Service`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from tierd.daemon import protocol
+from tierd.daemon.errors import BadRequest, Unsupported, suggest
+from tierd.daemon.service import Service
+from tierd.daemon.version import version
+
+MAX_TIMEOUT_S = 600.0
+DRAIN_S = 30.0
+STOP_S = 10.0
+_CACHE_ACTIONS = ("ls", "verify", "gc", "clear")
+
+
+class _None(msgspec.Struct, forbid_unknown_fields=True):
+    """No arguments."""
+
+
+class _Model(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+
+
+class _Cache(msgspec.Struct, forbid_unknown_fields=True):
+    action: str
+    model: str | None = None
+    repair: bool = False
+    yes: bool = False
+
+
+class _Tokenize(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    model: str
+    text: str | None = None
+    messages: tuple[protocol.Message, ...] | None = None
+
+
+class _Unload(msgspec.Struct, forbid_unknown_fields=True):
+    model: str | None = None
+    all: bool = False
+
+
+class _Drain(msgspec.Struct, forbid_unknown_fields=True):
+    timeout_s: float = DRAIN_S
+
+    def check(self) -> None:
+        if not 0 <= self.timeout_s <= MAX_TIMEOUT_S:
+            raise BadRequest(f"timeout_s must be from 0 to {MAX_TIMEOUT_S:.0f}", param="timeout_s")
+
+
+class _Stop(_Drain):
+    timeout_s: float = STOP_S
+
+
+Answer = Awaitable[dict[str, Any]]
+
+
+async def _hello(service: Service, args: _None) -> dict[str, Any]:
+    return {
+        "version": version(),
+        "protocol": protocol.VERSION,
+        "pid": os.getpid(),
+        "state": service.state,
+        "max_frame_bytes": protocol.MAX_FRAME_BYTES,
+        "ops": sorted([*_OPS, "generate", "cancel"]),
+    }
+
+
+async def _models(service: Service, args: _None) -> dict[str, Any]:
+    return {"models": await service.models()}
+
+
+async def _show(service: Service, args: _Model) -> dict[str, Any]:
+    return await service.show(args.model)
+
+
+async def _status(service: Service, args: _None) -> dict[str, Any]:
+    return await service.status()
+
+
+async def _ps(service: Service, args: _None) -> dict[str, Any]:
+    return service.ps()
+
+
+async def _load(service: Service, args: _Model) -> dict[str, Any]:
+    return await service.load(args.model)
+
+
+async def _unload(service: Service, args: _Unload) -> dict[str, Any]:
+    if (args.model is None) == (not args.all):
+        raise BadRequest("exactly one of model and all is needed", param="model")
+    return await service.unload(args.model)
+
+
+async def _tokenize(service: Service, args: _Tokenize) -> dict[str, Any]:
+    if (args.text is None) == (args.messages is None):
+        raise BadRequest("exactly one of text and messages is needed", param="text")
+    given = msgspec.to_builtins(args)
+    return await service.tokenize(given.pop("model"), given)
+
+
+async def _cache(service: Service, args: _Cache) -> dict[str, Any]:
+    if args.action not in _CACHE_ACTIONS:
+        raise BadRequest(f"action must be one of {', '.join(_CACHE_ACTIONS)}", param="action")
+    if args.repair and args.action != "verify":
+        raise BadRequest("repair belongs to verify", param="repair")
+    if args.action == "clear" and not args.yes:
+        raise BadRequest("clearing the cache has to be confirmed", param="yes", hint="set yes, or --yes")
+    return await service.cache(args.action, args.model, repair=args.repair)
+
+
+async def _pages(service: Service, args: _Model) -> dict[str, Any]:
+    return await service.pages(args.model)
+
+
+async def _drain(service: Service, args: _Drain) -> dict[str, Any]:
+    args.check()
+    return {"left": await service.drain(args.timeout_s)}
+
+
+async def _stop(service: Service, args: _Stop) -> dict[str, Any]:
+    args.check()
+    service.ask_stop(args.timeout_s)
+    return {}
+
+
+_OPS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any], Answer]]] = {
+    "hello": (_None, _hello),
+    "models": (_None, _models),
+    "show": (_Model, _show),
+    "status": (_None, _status),
+    "ps": (_None, _ps),
+    "load": (_Model, _load),
+    "unload": (_Unload, _unload),
+    "tokenize": (_Tokenize, _tokenize),
+    "cache": (_Cache, _cache),
+    "pages": (_Model, _pages),
+    "drain": (_Drain, _drain),
+    "stop": (_Stop, _stop),
+}
+
+
+async def answer(service: Service, op: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of the `result`.
+
+    Raises Unsupported for an unknown operation, BadRequest for wrong arguments, and what the call raises.
+    """
+    found = _OPS.get(op)
+    if found is None:
+        hint = suggest(op[:64], [*_OPS, "generate", "cancel"])
+        raise Unsupported(f"unknown operation {op[:64]!r}", hint=hint, param="op")
+    kind, call = found
+    try:
+        typed = msgspec.convert(dict(args), kind, strict=True)
+    except msgspec.ValidationError as exc:
+        raise BadRequest(f"{op}: {str(exc).replace('`', '')}") from None
+    return await call(service, typed)
+
+
+def progress(service: Service, op: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said while an operation takes its time."""
+    model = args.get("model")
+    if op == "load" and isinstance(model, str):
+        return service.loading_progress(model)
+    return {"stage": op, "done": 0, "total": 0, "text": f"{op} is still at work"}
+

@@ -1,0 +1,310 @@
+"""Which engines run: starts them, makes room for them, hears them die, ends them when nobody uses them.
+
+Nothing here waits for an engine in place. Whoever wants one asks `poll`, which starts what is missing and answers None,
+and asks again when `changed` wakes it. So a request that is cancelled while a model loads leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierd.daemon.broadcast import Broadcast
+from tierd.daemon.child import WORKER, EngineProcess, EngineState
+from tierd.daemon.errors import Draining, EngineFailed, TierdError, TooBusy
+
+log = logging.getLogger("tierd.supervisor")
+
+CRASH_LIMIT = 3
+CRASH_WINDOW_S = 60.0
+FIRST_BACK_OFF_S = 2.0
+MAX_BACK_OFF_S = 60.0
+FLUSH_S = 10.0
+# A model that is always in use would never make room for another one: after this long its new requests queue behind.
+PATIENCE_S = 5.0
+IDLE_WAKE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that can be loaded: its canonical name and its prepared directory."""
+
+    name: str
+    directory: Path
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """Someone who wants an engine."""
+
+    model: Model
+    since_s: float
+    needs_room: bool = False
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Why a model does not come up, and until when it is not tried again."""
+
+    error: TierdError
+    until_s: float
+    back_off_s: float
+
+
+class Supervisor:
+    """The engines of this daemon.
+
+    `prepare(model)` gives the configuration of an engine as JSON; it may take a while and raise TierdError.
+    `on_ready(engine)` is told of each engine that came up, `on_death(name)` of each that died unasked.
+
+    Threading: for one event loop.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Model], Coroutine[Any, Any, str]],
+        *,
+        keep_alive_s: float | None,
+        max_loaded: int = 1,
+        command: tuple[str, ...] = WORKER,
+        on_death: Callable[[str], None] = lambda name: None,
+        on_ready: Callable[[EngineProcess], None] = lambda engine: None,
+    ) -> None:
+        self.changed = Broadcast()
+        self.engines: dict[str, EngineProcess] = {}
+        self.closing = False
+        self._prepare = prepare
+        self._keep_alive_s = keep_alive_s
+        self._max_loaded = max_loaded
+        self._command = command
+        self._on_death = on_death
+        self._on_ready = on_ready
+        self._waiters: set[Waiter] = set()
+        self._deaths: dict[str, deque[float]] = {}
+        self._failures: dict[str, _Failure] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- for those who want an engine ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def waiting(self, model: Model, since_s: float | None = None) -> Iterator[Waiter]:
+        """A wish: it keeps the engine of its model from being unloaded, and gets room in order of `since_s`."""
+        waiter = Waiter(model, time.monotonic() if since_s is None else since_s)
+        self._waiters.add(waiter)
+        try:
+            yield waiter
+        finally:
+            self._waiters.discard(waiter)
+            self.changed.notify()
+
+    def poll(self, waiter: Waiter) -> EngineProcess | None:
+        """The engine, if it is ready; else start what is missing and return None.
+
+        The caller must use the engine before it awaits anything. Raises why the model does not come up, Draining.
+        """
+        if self.closing:
+            raise Draining("the daemon is stopping", hint="ask again when it is back")
+        now_s, name = time.monotonic(), waiter.model.name
+        engine = self.engines.get(name)
+        if engine is not None:
+            if engine.state is not EngineState.READY or self._must_yield(waiter, now_s):
+                return None
+            return engine
+        if (failure := self._failures.get(name)) is not None and now_s < failure.until_s:
+            raise failure.error
+        waiter.needs_room = True
+        if len(self.engines) >= self._max_loaded:
+            self._make_room(waiter)
+        else:
+            # For whoever came first, who may be held up by its client just now.
+            self._launch(self._first_in_line().model)
+        return None
+
+    def progress_of(self, name: str) -> dict[str, Any]:
+        """What someone who waits for this model is told."""
+        engine = self.engines.get(name)
+        if engine is None:
+            return {"stage": "room", "done": 0, "total": 0, "text": "waiting for another model to be unloaded"}
+        if engine.state is EngineState.STOPPING:
+            return {"stage": "restart", "done": 0, "total": 0, "text": "waiting for the last engine to end"}
+        return engine.progress or {"stage": "start", "done": 0, "total": 0, "text": "starting the engine"}
+
+    async def acquire(self, model: Model, timeout_s: float) -> EngineProcess:
+        """Wait until the engine of a model is ready. Raises TooBusy after the deadline."""
+        deadline_s = time.monotonic() + timeout_s
+        with self.waiting(model) as waiter:
+            while (engine := self.poll(waiter)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise late(model.name, timeout_s)
+                await self.changed.wait(left_s)
+            return engine
+
+    def unload(self, name: str) -> bool:
+        """Begin to end an idle engine. False when there is none; raises TooBusy when it is in use."""
+        engine = self.engines.get(name)
+        if engine is None:
+            return False
+        if engine.busy:
+            raise TooBusy(f"{engine.streams} streams run on {name}", hint="try again when they have ended")
+        self._stop(engine, FLUSH_S)
+        return True
+
+    # -- their lives -----------------------------------------------------------------------------------------------
+
+    async def keep_alive(self) -> None:
+        """Unload engines that have been idle for long enough; runs for the life of the daemon."""
+        while True:
+            wake_s = IDLE_WAKE_S
+            if self._keep_alive_s is not None:
+                now_s = time.monotonic()
+                for engine in list(self.engines.values()):
+                    if not self._is_idle(engine):
+                        continue
+                    left_s = engine.last_use_s + self._keep_alive_s - now_s
+                    if left_s <= 0:
+                        log.info("unloading %s: idle for %.0f s", engine.model, self._keep_alive_s)
+                        self._stop(engine, FLUSH_S)
+                    else:
+                        wake_s = min(wake_s, left_s)
+            await self.changed.wait(wake_s)
+
+    def expires_in_s(self, engine: EngineProcess) -> float | None:
+        """Seconds until an engine is unloaded if nobody uses it; None for never."""
+        if self._keep_alive_s is None:
+            return None
+        return max(0.0, self._keep_alive_s - self.idle_s(engine))
+
+    @staticmethod
+    def idle_s(engine: EngineProcess) -> float:
+        """Seconds since an engine was last used."""
+        return 0.0 if engine.busy else max(0.0, time.monotonic() - engine.last_use_s)
+
+    async def close(self, flush_s: float, timeout_s: float) -> None:
+        """End every engine after a flush, by force after the deadline."""
+        self.closing = True
+        self.changed.notify()
+        for engine in list(self.engines.values()):
+            self._stop(engine, flush_s)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for engine in self.engines.values():
+            engine.kill()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _launch(self, model: Model) -> None:
+        for waiter in self._waiters:
+            if waiter.model.name == model.name:
+                waiter.needs_room = False
+        engine = EngineProcess(model.name, self.changed, self._command, self._on_ready)
+        self.engines[model.name] = engine
+        self._own(self._life(engine, model), f"engine of {model.name}")
+        self.changed.notify()
+
+    async def _life(self, engine: EngineProcess, model: Model) -> None:
+        try:
+            await engine.live(await self._prepare(model))
+        except TierdError as exc:
+            engine.error = exc
+        except Exception:
+            log.exception("the engine of %s could not be prepared", model.name)
+            engine.error = EngineFailed(f"the engine of {model.name} could not be started")
+        finally:
+            engine.state = EngineState.ENDED
+            del self.engines[model.name]
+            if not engine.stop_asked and not self.closing:
+                self._bury(engine)
+            elif engine.was_ready:
+                self._failures.pop(model.name, None)
+            self.changed.notify()
+
+    def _bury(self, engine: EngineProcess) -> None:
+        """An engine ended unasked: say so, and decide whether the model may be tried again at once."""
+        now_s, name = time.monotonic(), engine.model
+        log.error("the engine of %s died: %s", name, engine.last_words())
+        self._on_death(name)
+        deaths = self._deaths.setdefault(name, deque(maxlen=CRASH_LIMIT))
+        if engine.completed:
+            deaths.clear()  # it was of use: whatever ended it, the model does come up and work
+        else:
+            deaths.append(now_s)
+        if engine.error is not None and not engine.was_ready:
+            # It said why it cannot start, and would say the same again.
+            self._give_up(name, engine.error, now_s)
+        elif len(deaths) == CRASH_LIMIT and now_s - deaths[0] < CRASH_WINDOW_S:
+            error = EngineFailed(
+                f"the engine of {name} died {CRASH_LIMIT} times within {CRASH_WINDOW_S:.0f} s; {engine.last_words()}",
+                hint="`tierd logs` shows the details",
+            )
+            self._give_up(name, error, now_s)
+        elif engine.was_ready:
+            self._failures.pop(name, None)
+
+    def _give_up(self, name: str, error: TierdError, now_s: float) -> None:
+        last = self._failures.get(name)
+        back_off_s = min(last.back_off_s * 2, MAX_BACK_OFF_S) if last else FIRST_BACK_OFF_S
+        self._failures[name] = _Failure(error, now_s + back_off_s, back_off_s)
+        self._deaths.pop(name, None)
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, waiter: Waiter) -> None:
+        engines = self.engines.values()
+        if any(engine.state is EngineState.STOPPING for engine in engines):
+            return
+        idle = [e for e in engines if self._is_idle(e, before_s=waiter.since_s)]
+        if idle:
+            victim = min(idle, key=lambda engine: engine.last_use_s)
+            log.info("unloading %s to make room for %s", victim.model, waiter.model.name)
+            self._stop(victim, FLUSH_S)
+
+    def _is_idle(self, engine: EngineProcess, before_s: float = float("inf")) -> bool:
+        """Ready, not in use, and not wanted by somebody who came before."""
+        if engine.state is not EngineState.READY or engine.busy:
+            return False
+        return not any(w.model.name == engine.model and w.since_s <= before_s for w in self._waiters)
+
+    def _first_in_line(self) -> Waiter:
+        """The oldest of those who need room; there is one when this is asked."""
+        return min((w for w in self._waiters if w.needs_room), key=lambda w: w.since_s)
+
+    def _must_yield(self, waiter: Waiter, now_s: float) -> bool:
+        """Whether a request of a loaded model waits, because an older one has waited too long for room for another."""
+        limit_s = min(waiter.since_s, now_s - PATIENCE_S)
+        return any(w.needs_room and w.model.name != waiter.model.name and w.since_s < limit_s for w in self._waiters)
+
+    def _stop(self, engine: EngineProcess, flush_s: float) -> None:
+        if engine.stop_asked:
+            return
+        engine.stop_asked = True
+        if engine.state is EngineState.STARTING:
+            engine.kill()  # nothing to flush
+            return
+        engine.state = EngineState.STOPPING
+        self._own(engine.stop(flush_s), f"stop {engine.model}")
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.error("task %r failed", task.get_name(), exc_info=exc)
+            self.changed.notify()
+
+
+def late(name: str, timeout_s: float) -> TooBusy:
+    """The error of a request that has waited for its model for too long."""
+    what = f"{name} could not be loaded within {timeout_s:.0f} s"
+    return TooBusy(what, hint="other models are in use; try again later")

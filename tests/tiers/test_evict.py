@@ -107,3 +107,22 @@ def test_a_reserve_is_kept_ahead_of_need() -> None:
     assert rig.device.num_free >= 2
     rig.check()
     rig.close()
+
+
+def test_a_copy_down_that_fails_leaves_the_page_where_it_is() -> None:
+    rig = Rig(device=3, host=3)
+    rig.serve(A)
+
+    def fail(_dest: object, _source: object) -> None:
+        raise OSError("the copy failed")
+
+    rig.mover._copy = fail
+    room(rig, 1)
+    rig.manual.run_all()
+    rig.poll()
+    lease = rig.pager.match([*A, 1])
+    assert lease.hit_device == 12
+    rig.expect(lease, A)
+    rig.pager.release(lease, A)
+    rig.check()
+    rig.close()

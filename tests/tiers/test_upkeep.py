@@ -131,3 +131,31 @@ def test_pages_in_use_are_flushed_too() -> None:
     assert len(store.rows) == 3
     rig.check()
     rig.close()
+
+
+def test_clear_gives_the_space_back_when_nothing_is_left() -> None:
+    class Counting(MemoryStore):
+        clears = 0
+
+        def clear(self) -> None:
+            self.clears += 1
+            super().clear()
+
+    store = Counting()
+    rig = Rig(store=store)
+    rig.serve(A)
+    rig.pager.flush(rig.now_s + 1)
+    lease = rig.start([*A[:4], 9])
+    rig.pager.clear()
+    rig.pager.flush(rig.now_s + 1)
+    assert (store.clears, len(store.rows)) == (0, 1)
+    rig.pager.release(lease, A[:4])
+    rig.pager.clear()
+    rig.pager.flush(rig.now_s + 1)
+    assert (store.clears, len(store.rows)) == (1, 0)
+    rig.check()
+    assert rig.serve(A) == 0
+    assert rig.pager.flush(rig.now_s + 1) == 0
+    assert len(store.rows) == 3
+    rig.check()
+    rig.close()

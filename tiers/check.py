@@ -1,0 +1,160 @@
+"""The pager's books against each other: every invariant, recomputed from scratch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.prefix import Leaving, Node
+
+if TYPE_CHECKING:
+    from tierd.tiers.pager import Pager
+
+
+def check(pager: Pager) -> list[str]:
+    """Findings, empty when all is right. Costs a walk over all pages."""
+    findings = pager.device.check() + pager.host.check()
+    findings += _check_leases(pager)
+    findings += _check_nodes(pager)
+    findings += _check_links(pager)
+    findings += _check_slots(pager, pager.device, Tier.DEVICE)
+    findings += _check_slots(pager, pager.host, Tier.HOST)
+    findings += _check_candidates(pager)
+    findings += _check_store(pager)
+    return findings
+
+
+def _check_leases(pager: Pager) -> list[str]:
+    """Pins are exactly the leases' pages, and a lease's pages follow each other from its root."""
+    findings = []
+    pins: Counter[int] = Counter()
+    pinned: dict[int, Node] = {}
+    for lease in pager.leases:
+        held = lease.nodes + ([lease.tail.source] if lease.tail is not None and lease.tail.source is not None else [])
+        for node in held:
+            pins[id(node)] += 1
+            pinned[id(node)] = node
+        parent = lease.root
+        for node in lease.nodes:
+            if node.parent != parent:
+                findings.append(f"{lease}: {node} does not follow the page before it")
+            parent = node.key
+        if lease.ready and lease.slots != [node.device for node in lease.nodes] + lease.private:
+            findings.append(f"{lease}: its slots are not those of its pages")
+        if lease.ready and any(node.device < 0 for node in lease.nodes):
+            findings.append(f"{lease}: it is ready, and a page is not on the device")
+    known = {id(node): node for node in pager.index.nodes.values()}
+    for identity, node in (known | pinned).items():
+        if node.pins != pins[identity]:
+            findings.append(f"{node}: {node.pins} pins, {pins[identity]} leases")
+    return findings
+
+
+def _check_nodes(pager: Pager) -> list[str]:
+    """No page without a copy, unless it is in flight; flags agree with what is going on."""
+    findings = []
+    leaving = 0
+    for key, node in pager.index.nodes.items():
+        if node.key != key or not node.alive:
+            findings.append(f"{node}: the index holds it as {key.hex()[:8]}")
+        if not node.has_copy and not node.moves:
+            findings.append(f"{node}: no tier holds it")
+        if not 0 < len(node.packed) <= pager.index.page_bytes:
+            findings.append(f"{node}: {node.num_tokens} tokens")
+        if (node.load is not None or node.writing or node.leaving is Leaving.COPY) and not node.moves:
+            findings.append(f"{node}: a copy is in flight and not counted")
+        leaving += node.leaving is not Leaving.NO
+    if leaving != pager.evictor.in_motion:
+        findings.append(f"{leaving} pages are leaving the device, the evictor counts {pager.evictor.in_motion}")
+    return findings
+
+
+def _check_links(pager: Pager) -> list[str]:
+    """Parents, children, and the counts of children by tier."""
+    findings = []
+    index = pager.index
+    linked: set[PageKey] = set()
+    parents = {node.parent for node in index.nodes.values()}
+    for parent_key in parents:
+        linked.update(child.key for child in index.children(parent_key) if child.parent == parent_key)
+    if linked != set(index.nodes):
+        findings.append(f"{len(linked ^ set(index.nodes))} pages are not linked to their parents")
+    for node in index.nodes.values():
+        children = list(index.children(node.key))
+        if children and len(node.packed) < index.page_bytes:
+            findings.append(f"{node}: a partial page has children")
+        there = Counter(tier for child in children for tier in child.tiers())
+        counted = [there[tier] for tier in Tier]
+        if counted != node.kids:
+            findings.append(f"{node}: children by tier are {counted}, its counts say {node.kids}")
+        if not node.pins and any(child.pins for child in children):
+            findings.append(f"{node}: a child is under a lease, it is not")
+    gaps = [gap for gap in index.gaps if gap in index.nodes or not index.children(gap)]
+    return findings + [f"{gap.hex()[:8]} is a gap that is none" for gap in gaps]
+
+
+def _check_slots(pager: Pager, arena: Arena, tier: Tier) -> list[str]:
+    """Every slot has one owner, and its state says which."""
+    findings = []
+    owners: dict[int, SlotState] = {}
+
+    def own(slot: int, state: SlotState, owner: object) -> None:
+        if slot in owners:
+            findings.append(f"{arena.name}: slot {slot} belongs to {owner} and to another")
+        owners[slot] = state
+        if not 0 <= slot < arena.slots:
+            findings.append(f"{arena.name}: there is no slot {slot}, {owner} has it")
+        elif arena.state(slot) is not state:
+            findings.append(f"{arena.name}: slot {slot} of {owner} is {arena.state(slot).name}, not {state.name}")
+
+    for node in pager.index.nodes.values():
+        slot = node.device if tier is Tier.DEVICE else node.host
+        if slot >= 0:
+            own(slot, SlotState.PINNED if node.pins else SlotState.IDLE, node)
+        if tier is Tier.DEVICE and node.load is not None:
+            own(node.load.slot, SlotState.FILLING, node)
+    if tier is Tier.DEVICE:
+        for lease in pager.leases:
+            for slot in lease.private:
+                own(slot, SlotState.PRIVATE, lease)
+            if lease.tail is not None and lease.tail.slot >= 0:
+                own(lease.tail.slot, SlotState.FILLING, lease)
+    filling = arena.counts[SlotState.FILLING] if tier is Tier.HOST else 0  # a copy down owns its slot by itself
+    draining = arena.counts[SlotState.DRAINING]
+    if len(owners) + filling + draining + arena.num_free != arena.slots:
+        findings.append(f"{arena.name}: {arena.slots} slots, {len(owners)} owned, {arena.num_free} free: some leaked")
+    if (draining or filling) and not pager.mover.outstanding:
+        findings.append(f"{arena.name}: {draining + filling} slots wait for copies, and none is in flight")
+    return findings
+
+
+def _check_candidates(pager: Pager) -> list[str]:
+    """Whatever may be evicted can be found by eviction."""
+    return [
+        f"{node}: evictable from {tier.name}, and no candidate there"
+        for node in pager.index.nodes.values()
+        for tier in Tier
+        if pager.residency.evictable(node, tier) and not node.queued & (1 << tier)
+    ]
+
+
+def _check_store(pager: Pager) -> list[str]:
+    """The pages booked as durable are the rows of the store, whenever no change of it is on its way."""
+    findings = []
+    residency, writeback = pager.residency, pager.writeback
+    durable = {key for key, node in pager.index.nodes.items() if node.durable}
+    if len(durable) != residency.durable_pages:
+        findings.append(f"{len(durable)} pages are durable, the ledger says {residency.durable_pages}")
+    pinned = sum(node.durable and node.pins > 0 for node in pager.index.nodes.values())
+    if pinned != residency.durable_pinned:
+        findings.append(f"{pinned} durable pages are under leases, the ledger says {residency.durable_pinned}")
+    for key, node in residency.dirty.items():
+        if pager.index.get(key) is not node or node.durable or node.writing:
+            findings.append(f"{node}: queued to be written, and need not be")
+    if pager.store is not None and writeback.on and writeback.quiet and not pager.mover.outstanding:
+        rows = {meta.key for meta in pager.store.pages()}
+        if rows != durable:
+            findings.append(f"the store has {len(rows - durable)} rows too many and {len(durable - rows)} too few")
+    return findings

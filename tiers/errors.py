@@ -1,0 +1,88 @@
+"""What can go wrong in a tier, as one tree.
+
+TierError
+├── TierFull            the request can never fit this tier, whatever is evicted
+├── TierClosed          the tier was closed, or its owner died; nothing more comes
+│   └── MoverClosed     the mover stopped: the job did not run
+├── PageLost            the bytes of one page can't be trusted or are gone: a miss, recompute it
+└── StoreError
+    ├── StoreLocked     another process owns the store directory
+    ├── StoreFull       no room for these pages; what is stored stays readable
+    └── StoreBroken     the disk or the directory failed: turn the tier off, serving goes on
+
+Nothing here is an answer to a user: the engine turns a tier off, recomputes, or refuses a request.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class LostReason(enum.StrEnum):
+    """Why a page is a miss. The values are the labels of the miss counters."""
+
+    ABSENT = "absent"  # no such page in the index (any more)
+    IO_ERROR = "io_error"  # the read failed
+    SHORT = "short"  # the file ends before the slot does
+    HEADER = "header"  # magic or checksum of the header block
+    VERSION = "version"
+    NAMESPACE = "namespace"
+    KEY = "key"  # another page, or the right page in the wrong slot
+    TOKENS = "tokens"  # parent, token digest or token count
+    GENERATION = "generation"  # an older or newer write of this slot
+    LENGTH = "length"
+    PAYLOAD = "payload"  # checksum of the record
+    STORE_OFF = "store_off"  # the store is closed or failed
+
+
+class TierError(Exception):
+    """Base of all errors of the tiers."""
+
+
+class TierFull(TierError):
+    """The request can never fit this tier, whatever is evicted."""
+
+
+class TierClosed(TierError):
+    """The tier was closed, or the thread that served it died."""
+
+
+class MoverClosed(TierClosed):
+    """The mover stopped before the job ran."""
+
+
+class PageLost(TierError):
+    """The page can't be had from this tier: treat it as a miss.
+
+    Attributes:
+        reason: what to count it under.
+    """
+
+    def __init__(self, reason: LostReason, detail: str = "") -> None:
+        super().__init__(f"page lost ({reason}){': ' + detail if detail else ''}")
+        self.reason = reason
+
+
+class StoreError(TierError):
+    """Base of the errors of the disk store."""
+
+
+class StoreLocked(StoreError):
+    """Another process owns the store.
+
+    Attributes:
+        pid: the owner as its lock file names it, None when that can't be read.
+    """
+
+    def __init__(self, directory: str, pid: int | None) -> None:
+        owner = f"process {pid}" if pid is not None else "another process"
+        super().__init__(f"{directory} is in use by {owner}; stop it, or choose another cache directory")
+        self.pid = pid
+
+
+class StoreFull(StoreError):
+    """No room for these pages: at capacity, or the file system refuses more."""
+
+
+class StoreBroken(StoreError):
+    """The store can't go on. The text names the reason and what to do."""

@@ -1,0 +1,349 @@
+"""The facade of the tiers: find known pages, bring them to the device, hand out new ones, keep what was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tierd.tiers import check as checks
+from tierd.tiers import upkeep
+from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.errors import TierFull
+from tierd.tiers.evict import Evictor
+from tierd.tiers.keys import pack_tokens, page_key, salted_root
+from tierd.tiers.lease import Lease, LeaseState, TailCopy
+from tierd.tiers.mover import Mover
+from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.policy import RecomputeCost
+from tierd.tiers.prefix import Node, PrefixIndex
+from tierd.tiers.promote import Promoter
+from tierd.tiers.residency import Residency
+from tierd.tiers.stats import PagerStats, collect, page_map
+from tierd.tiers.store import Store
+from tierd.tiers.writeback import Writeback
+
+
+class Pager:
+    """Pages of KV cache in a device arena, a host arena and a store.
+
+    Threading: every method is called by one thread, which takes all decisions. The mover's threads only move bytes;
+    what they finished takes effect in `poll`, on the caller's thread.
+
+    Times: `deadline_s` and `now_s` are times of `clock`. Ages of pages are kept in a time of their own that goes on
+    where the store's newest page stopped, so a clock that starts anew after a reboot does no harm.
+
+    Args:
+        layout_record_bytes: bytes of one page, the same in every tier.
+        page_tokens: tokens of a full page.
+        root: key before the first page: everything that makes pages comparable is in it.
+        device: where pages are computed and read.
+        host: CPU memory below it; None, or 0 slots: off.
+        store: the NVMe tier; None: off. The pager does not close it.
+        mover: moves the bytes. The pager closes it.
+        clock: seconds, never going back.
+        events: called with ("notice", {"text": ...}) when a tier is turned off or is full.
+        cost: what computing a token takes, to weigh pages.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout_record_bytes: int,
+        page_tokens: int,
+        root: PageKey,
+        device: Arena,
+        host: Arena | None,
+        store: Store | None,
+        mover: Mover,
+        clock: Callable[[], float],
+        events: Callable[[str, dict[str, object]], None],
+        cost: RecomputeCost | None = None,
+    ) -> None:
+        for arena in (device, host):
+            if arena is not None and arena.record_bytes != layout_record_bytes:
+                raise ValueError(f"{arena} holds records of {arena.record_bytes} bytes, not {layout_record_bytes}")
+        self.page_tokens = page_tokens
+        self.root = root
+        self.device = device
+        self.host = host if host is not None else Arena("host", 0, layout_record_bytes)
+        self.store = store
+        self.mover = mover
+        self.index = PrefixIndex(page_tokens)
+        slots = store.capacity_slots if store is not None else 0
+        self.residency = Residency(self.index, device, self.host, slots, cost)
+        self.writeback = Writeback(self.residency, store, mover, self._notice, self._written)
+        self.evictor = Evictor(self.residency, mover, self.writeback)
+        self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback)
+        self.leases: set[Lease] = set()
+        self.clock = clock
+        self._events = events
+        self._epoch_s = 0.0  # page time = clock + epoch
+        self.lookups = self.lookup_tokens = self.collisions = 0
+        self.hit_tokens = [0, 0, 0]
+        self._told_dead = False
+        if store is not None:
+            self._epoch_s = upkeep.load_index(self, store)
+
+    def match(self, tokens: Sequence[int], salt: bytes = b"") -> Lease:
+        """A lease on the longest known run at the start of `tokens`, pinned before this returns.
+
+        It covers at most `len(tokens) - 1` tokens, for one must be computed to go on. Beyond the last whole page the
+        first tokens of another known page may count, too: they are copied into a private page (copy on write) if a
+        device slot can be had for it. Copies start with `fetch`.
+        """
+        now_s = self._page_time()
+        lease = Lease(salted_root(self.root, salt), self.page_tokens)
+        found, source, shared = self.index.match(lease.root, pack_tokens(tokens[:-1]))
+        if len(found) > self.device.slots:  # more than the device can hold at once
+            found, source = found[: self.device.slots], None
+        on_device = True
+        for node in found:
+            self._use(node, now_s)
+            lease.origins.append(node.nearest)
+            on_device = on_device and node.device >= 0
+        lease.nodes = found
+        if source is not None:
+            self._use(source, now_s)
+            lease.tail = TailCopy(source)
+            lease.tail_tokens = shared
+            lease.tail_origin = source.nearest
+        lease.recount()
+        self.lookups += 1
+        self.lookup_tokens += len(tokens)
+        for tier, hit in zip(Tier, (lease.hit_device, lease.hit_host, lease.hit_nvme), strict=True):
+            self.hit_tokens[tier] += hit
+        self.leases.add(lease)
+        if on_device and lease.tail is None:
+            lease.arrive()
+        return lease
+
+    def fetch(self, lease: Lease, deadline_s: float) -> None:
+        """Starts bringing the pages of a lease to the device; `poll` completes it.
+
+        A page that fails, or has not arrived at the deadline, shortens the lease: `num_tokens` falls, `lost` is set and
+        the rest is to be computed. What arrived stays, and what arrives later is cached.
+        """
+        self._require_live(lease)
+        if lease.state is LeaseState.MATCHED:
+            self.promoter.fetch(lease, deadline_s)
+
+    def allocate(self, lease: Lease, count: int) -> list[int] | None:
+        """`count` more private pages for the lease, as device slots.
+
+        None if they are not to be had now: evictions were started, ask again after `poll`; if other leases hold the
+        device, wait for their release. Raises TierFull if the lease can never have so many.
+        """
+        self._require_live(lease)
+        held = len(lease.nodes) + len(lease.private) + (lease.tail is not None)
+        if held + count > self.device.slots:
+            raise TierFull(f"{held} + {count} pages do not fit a device of {self.device.slots}")
+        if self.device.num_free < count:
+            self.evictor.make_room(count)
+            if self.device.num_free < count:
+                return None
+        slots = [slot for _ in range(count) if (slot := self.device.alloc(SlotState.PRIVATE)) is not None]
+        lease.private += slots
+        if lease.ready:
+            lease.slots += slots
+        return slots
+
+    def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Names every page of the lease that `tokens` fills: it becomes shareable and is queued for write-behind.
+
+        Args:
+            lease: a ready one.
+            tokens: the whole sequence, as far as its keys and values are in the pages.
+
+        If a page is known on the device already, its slot takes the place of the lease's own in `slots`.
+        """
+        self._require_ready(lease)
+        size = self.page_tokens
+        while not lease.unkeyed and lease.private and (len(lease.nodes) + 1) * size <= len(tokens):
+            start = len(lease.nodes) * size
+            if not self._name(lease, pack_tokens(tokens[start : start + size])):
+                lease.unkeyed = True
+                self.collisions += 1
+
+    def release(self, lease: Lease, tokens: Sequence[int]) -> None:
+        """Ends the lease. Every full page and the partial tail of `tokens` stay as cache. Ended already: nothing.
+
+        Args:
+            lease: any; one that was not ready has computed nothing, then `tokens` do not count.
+            tokens: as in `commit`.
+        """
+        if lease.state is LeaseState.ENDED:
+            return
+        if lease.ready:
+            self.commit(lease, tokens)
+            rest = pack_tokens(tokens[len(lease.nodes) * self.page_tokens :][: self.page_tokens])
+            if rest and lease.private and not lease.unkeyed:
+                self._keep_tail(lease, rest)
+        self.promoter.fetching.pop(lease, None)
+        lease.state = LeaseState.ENDED
+        self.promoter.drop_tail(lease)
+        now_s = self._page_time()
+        for node in lease.nodes:
+            if node.load is not None and lease in node.load.waiters:
+                node.load.waiters.remove(lease)
+            node.last_use_s = now_s  # a page is never older than the pages after it
+            if node.alive:
+                self._keep(node)
+        for node in reversed(lease.nodes):
+            self.residency.unpin(node)
+        for slot in lease.private:
+            self.device.drop(slot)
+        lease.nodes, lease.private, lease.slots = [], [], []
+        self.leases.discard(lease)
+
+    def fork(self, lease: Lease, tokens: Sequence[int]) -> Lease:
+        """A second lease that continues `tokens`: full pages are shared, the partial one is copied.
+
+        The fork is ready after `poll` if there was a partial page to copy. If no device slot was free for it, the fork
+        covers the full pages only (`num_tokens` says so).
+        """
+        self.commit(lease, tokens)
+        twin = Lease(lease.root, self.page_tokens)
+        now_s = self._page_time()
+        twin.nodes = list(lease.nodes)
+        for node in twin.nodes:
+            self._use(node, now_s)
+        twin.origins = [Tier.DEVICE] * len(twin.nodes)
+        rest = len(tokens) - len(twin.nodes) * self.page_tokens
+        self.leases.add(twin)
+        if 0 < rest < self.page_tokens and lease.private and not lease.unkeyed:
+            self.promoter.copy_private(twin, lease.private[0], rest)
+        twin.recount()
+        self.promoter.fetch(twin, float("inf"))
+        return twin
+
+    def poll(self, now_s: float) -> bool:
+        """Takes in what the mover finished, starts write-behind and evictions. True if something changed."""
+        done = self.mover.drain()
+        for completion in done:
+            completion.job.on_done(completion)
+        changed = bool(done)
+        if self.promoter.fetching:
+            changed |= self.promoter.poll(now_s)
+        changed |= self.writeback.poll(now_s)
+        changed |= self.evictor.poll()
+        if self.mover.dead is not None and not self._told_dead:
+            self._told_dead = True
+            self.writeback.turn_off(str(self.mover.dead))
+            self._notice(f"pages can't be moved any more: {self.mover.dead}")
+        return changed
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until `poll` has something to take in, at most `timeout_s` seconds of real time."""
+        return self.mover.wait(timeout_s)
+
+    def flush(self, deadline_s: float) -> int:
+        """Makes everything durable that is not; returns the pages left when that was not possible in time."""
+        return upkeep.flush(self, deadline_s)
+
+    def clear(self) -> int:
+        """Forgets every page that no lease uses and nothing is moving, in all tiers; returns how many.
+
+        No look-up finds them from here on. Their rows leave the disk behind the work: `flush` waits for that.
+        """
+        return upkeep.clear(self)
+
+    def gc(self, deadline_s: float) -> int:
+        """Forgets pages below a lost one, which no look-up can reach; returns how many."""
+        return upkeep.gc(self, deadline_s)
+
+    def verify(self, repair: bool, deadline_s: float = float("inf")) -> list[str]:
+        """Findings of `check` and of the store, which reads every page. With `repair` bad pages are dropped.
+
+        Blocks: it waits for running writes until `deadline_s`, then reads the whole store.
+        """
+        return upkeep.verify(self, repair, deadline_s)
+
+    def check(self) -> list[str]:
+        """Ledgers and invariants; empty when all is right. Reads all books, so not for every step."""
+        return checks.check(self)
+
+    def statistics(self) -> PagerStats:
+        """All counters, frozen; cheap enough for every second."""
+        return collect(self)
+
+    def page_map(self) -> bytes:
+        """One byte a device slot: bits 0-2 `SlotState`, 0x08 partial page, 0x10 also in CPU memory, 0x20 durable,
+        0x40 a copy from or to it is in flight."""
+        return page_map(self)
+
+    def close(self) -> None:
+        """Stops the mover and takes in what it had finished. Flush first to keep all; the store stays open."""
+        self.mover.close()
+        for completion in self.mover.drain():
+            completion.job.on_done(completion)
+
+    def _page_time(self) -> float:
+        return self.clock() + self._epoch_s
+
+    def _use(self, node: Node, now_s: float) -> None:
+        node.hits += 1
+        node.last_use_s = now_s
+        self.residency.pin(node)
+        self.writeback.touch(node)
+
+    def _name(self, lease: Lease, packed: bytes) -> bool:
+        """Gives the first private page its key; False if the key stands for other tokens."""
+        parent = lease.nodes[-1].key if lease.nodes else lease.root
+        slot = lease.private[0]
+        node = self._know(parent, packed, slot)
+        if node is None:
+            return False
+        self.residency.pin(node)
+        if node.device != slot:
+            self.device.drop(slot)
+            lease.slots[len(lease.nodes)] = node.device
+        del lease.private[0]
+        lease.nodes.append(node)
+        for other in self.index.dominated_by(node):
+            self.residency.settle(other)
+        return True
+
+    def _know(self, parent: PageKey, packed: bytes, slot: int) -> Node | None:
+        """The node of this page, on the device: a new one or a known one, with `slot` if it had no device copy."""
+        key = page_key(parent, packed)
+        node = self.index.get(key)
+        if node is None:
+            node = Node(key, parent, packed)
+            self.index.add(node)
+        elif node.packed != packed or node.parent != parent:
+            return None
+        node.last_use_s = self._page_time()
+        if node.device < 0:
+            self.promoter.satisfy(node)
+            self.residency.place(node, Tier.DEVICE, slot)
+        self._keep(node)
+        return node
+
+    def _keep_tail(self, lease: Lease, rest: bytes) -> None:
+        """Keeps the partial page of an ending lease as cache, unless a known page says the same."""
+        parent = lease.nodes[-1].key if lease.nodes else lease.root
+        if self.index.is_dominated(parent, rest):
+            return
+        slot = lease.private[0]
+        node = self._know(parent, rest, slot)
+        if node is not None and node.device == slot:
+            del lease.private[0]
+            for other in self.index.dominated_by(node):
+                self.residency.settle(other)
+
+    def _keep(self, node: Node) -> None:
+        if not node.durable:
+            self.writeback.add(node)
+
+    def _written(self, node: Node) -> None:
+        self.evictor.left(node)
+
+    def _notice(self, text: str) -> None:
+        self._events("notice", {"text": text})
+
+    def _require_live(self, lease: Lease) -> None:
+        if lease.state is LeaseState.ENDED:
+            raise ValueError(f"{lease} has ended")
+
+    def _require_ready(self, lease: Lease) -> None:
+        if not lease.ready:
+            raise ValueError(f"{lease} is not ready")

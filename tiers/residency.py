@@ -1,0 +1,213 @@
+"""Where the copies of each page lie: the one place that books a copy in or out of a tier."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.policy import RecomputeCost, VictimHeap, rank
+from tierd.tiers.prefix import NOWHERE, Leaving, Node, PrefixIndex
+
+_DUPLICATE = -1e12  # before every real rank: a host copy of a page that is on the device costs nothing to drop
+
+
+class Residency:
+    """Copies, pins and candidates for eviction. Not thread-safe: only the pager's thread calls it.
+
+    Args:
+        index: the pages that are known.
+        device, host: the arenas; a host arena of 0 slots is a tier that is off.
+        store_slots: pages the store can hold; 0 without a store.
+        cost: what it takes to compute a page again.
+    """
+
+    def __init__(
+        self, index: PrefixIndex, device: Arena, host: Arena, store_slots: int, cost: RecomputeCost | None = None
+    ) -> None:
+        self.index = index
+        self.device = device
+        self.host = host
+        self.store_slots = store_slots
+        self.cost = cost or RecomputeCost()
+        self.durable_pages = 0
+        self.durable_pinned = 0
+        self.dropped_rows: dict[PageKey, None] = {}  # rows of the store to delete; in order, each once
+        self.dirty: OrderedDict[PageKey, Node] = OrderedDict()  # pages to write to the store; the oldest first
+        self.evictions = [0, 0, 0]  # copies dropped to make room, by tier
+        self.heaps = [
+            VictimHeap[Node](1 << tier, partial(self._evictable, tier), partial(self._value, tier)) for tier in Tier
+        ]
+
+    def place(self, node: Node, tier: Tier, slot: int) -> None:
+        """Publishes a complete copy. An arena slot passes from the caller's ownership to the node's."""
+        if node.is_in(tier):
+            raise AssertionError(f"{node} has a copy in {tier.name} already")
+        state = SlotState.PINNED if node.pins else SlotState.IDLE
+        if tier is Tier.DEVICE:
+            node.device = slot
+            self.device.set_state(slot, state)
+        elif tier is Tier.HOST:
+            node.host = slot
+            self.host.set_state(slot, state)
+        else:
+            node.durable = True
+            self.durable_pages += 1
+            self.durable_pinned += node.pins > 0
+        parent = self.index.get(node.parent)
+        if parent is not None:
+            parent.kids[tier] += 1
+        self.offer(node)
+
+    def load(self, nodes: Sequence[Node]) -> None:
+        """Makes pages known that only the store has, in any order."""
+        for node in nodes:
+            node.durable = True
+            self.index.add(node)
+        self.index.settle_depths()
+        self.durable_pages += len(nodes)
+        for node in nodes:
+            self.heaps[Tier.NVME].offer(node)
+
+    def take(self, node: Node, tier: Tier) -> None:
+        """Books a copy out. The slot is free now, or when its last reader is done. A row is left to `dropped_rows`."""
+        if tier is Tier.DEVICE:
+            slot, node.device = node.device, NOWHERE
+            self.device.drop(slot)
+        elif tier is Tier.HOST:
+            slot, node.host = node.host, NOWHERE
+            self.host.drop(slot)
+        else:
+            node.durable = False
+            self.durable_pages -= 1
+            self.durable_pinned -= node.pins > 0
+        parent = self.index.get(node.parent)
+        if parent is not None:
+            parent.kids[tier] -= 1
+            if not parent.kids[tier]:
+                self.heaps[tier].offer(parent)
+        if node.alive:
+            self.offer(node)
+
+    def drop_row(self, node: Node) -> None:
+        """Books the durable copy out and has its row deleted. From here on no look-up finds it there."""
+        self.take(node, Tier.NVME)
+        self.dropped_rows[node.key] = None
+
+    def pin(self, node: Node) -> None:
+        """One more lease needs the page."""
+        node.pins += 1
+        if node.pins == 1:
+            if node.device >= 0:
+                self.device.set_state(node.device, SlotState.PINNED)
+            if node.host >= 0:
+                self.host.set_state(node.host, SlotState.PINNED)
+            self.durable_pinned += node.durable
+
+    def unpin(self, node: Node) -> None:
+        """One lease less. The last one makes it cache."""
+        node.pins -= 1
+        if node.pins:
+            return
+        if node.device >= 0:
+            self.device.set_state(node.device, SlotState.IDLE)
+        if node.host >= 0:
+            self.host.set_state(node.host, SlotState.IDLE)
+        self.durable_pinned -= node.durable
+        self.settle(node)
+
+    def settle(self, node: Node) -> None:
+        """After something ended for the page: forgets it, or makes it a candidate for eviction.
+
+        A page without a copy is forgotten even under a lease (which is about to be cut). A partial page goes when a
+        longer one says the same and nobody uses it.
+        """
+        if not node.alive or node.moves or node.leaving is not Leaving.NO:
+            return
+        if not node.has_copy:
+            self._remove(node)
+        elif not node.pins and self._is_superseded(node):
+            self.forget(node)
+        else:
+            self.offer(node)
+
+    def forget(self, node: Node) -> None:
+        """Drops every copy and the page itself. It must be idle: no lease, nothing in flight."""
+        if not self.is_idle(node):
+            raise AssertionError(f"{node} is in use and can't be forgotten")
+        if node.device >= 0:
+            self.take(node, Tier.DEVICE)
+        if node.host >= 0:
+            self.take(node, Tier.HOST)
+        if node.durable:
+            self.drop_row(node)
+        self._remove(node)
+
+    def start_leaving(self, node: Node, how: Leaving) -> None:
+        """The device copy is about to go. The page before it may follow at once, so that a chain leaves together."""
+        node.leaving = how
+        parent = self.index.get(node.parent)
+        if parent is not None:
+            parent.kids[Tier.DEVICE] -= 1
+            self.heaps[Tier.DEVICE].offer(parent)
+
+    def stop_leaving(self, node: Node) -> None:
+        """What the device copy waited for is over: now it goes, or stays."""
+        node.leaving = Leaving.NO
+        parent = self.index.get(node.parent)
+        if parent is not None:
+            parent.kids[Tier.DEVICE] += 1
+
+    def offer(self, node: Node) -> None:
+        """Makes the page a candidate in every tier where it may be evicted."""
+        for heap in self.heaps:
+            heap.offer(node)
+
+    def victim(self, tier: Tier) -> Node | None:
+        """The least valuable page that may leave the tier; to be offered again if it does not."""
+        return self.heaps[tier].pop()
+
+    def evict(self, node: Node, tier: Tier) -> None:
+        """Drops the copy to make room, and the page itself if that was the last one."""
+        self.evictions[tier] += 1
+        if tier is Tier.NVME:
+            self.drop_row(node)
+        else:
+            self.take(node, tier)
+        self.settle(node)
+
+    def is_idle(self, node: Node) -> bool:
+        """Whether no lease needs the page and nothing is in flight from or to it."""
+        return not node.pins and not node.moves and node.leaving is Leaving.NO
+
+    def evictable(self, node: Node, tier: Tier) -> bool:
+        """Whether the copy may go now: idle, nothing in flight, and no child in this tier (tails before heads)."""
+        return self._evictable(tier, node)
+
+    def _remove(self, node: Node) -> None:
+        self.dirty.pop(node.key, None)
+        self.index.remove(node)
+
+    def _evictable(self, tier: Tier, node: Node) -> bool:
+        return (
+            node.alive
+            and node.is_in(tier)
+            and not node.moves
+            and node.leaving is Leaving.NO
+            # Under a lease a host copy may still go if the device has the page: the lease needs only that one.
+            and (not node.pins or (tier is Tier.HOST and node.device >= 0))
+            and (not node.kids[tier] or (tier is Tier.HOST and node.device >= 0))
+        )
+
+    def _value(self, tier: Tier, node: Node) -> float:
+        if tier is Tier.HOST and node.device >= 0:
+            return _DUPLICATE + node.last_use_s
+        tokens = node.num_tokens
+        position = node.depth * tokens
+        return rank(node.last_use_s, node.hits, tokens, position, self.device.record_bytes, self.cost)
+
+    def _is_superseded(self, node: Node) -> bool:
+        is_partial = len(node.packed) < self.index.page_bytes
+        return is_partial and self.index.is_dominated(node.parent, node.packed)

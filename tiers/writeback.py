@@ -1,0 +1,325 @@
+"""Write-behind: pages become durable in groups, behind the work, and the store is kept from overflowing.
+
+Order of a write: the record, fdatasync, the row (all in `Store.write`), then the page is published here as durable.
+Order of a removal: it is booked out here, then the row goes. All changes of the store run on the mover's one writer
+thread in the order of submission, so a removal and a later write of the same key can't overtake each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierd.tiers.arena import Arena
+from tierd.tiers.errors import StoreFull
+from tierd.tiers.keys import unpack_tokens
+from tierd.tiers.links import Link
+from tierd.tiers.mover import Completion, Job, JobClass, Mover
+from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.policy import WRITE_GROUP_PAGES, WRITE_GROUP_WAIT_S
+from tierd.tiers.prefix import Leaving, Node
+from tierd.tiers.residency import Residency
+from tierd.tiers.store import PageMeta
+
+if TYPE_CHECKING:
+    from tierd.tiers.store import Store
+
+MAX_GROUPS = 2  # in flight: one is being synced while the next waits its turn
+MAX_FULL_IN_A_ROW = 3  # groups that found the store full although room had been made
+PAUSE_S = 5.0
+_ROW_BATCH = 1024  # rows deleted or touched by one job
+_TOUCH_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """A page in a group and the slot that its write reads, kept until the write is over."""
+
+    node: Node
+    arena: Arena
+    slot: int
+    generation: int
+
+
+class Writeback:
+    """Not thread-safe: only the pager's thread calls it.
+
+    Args:
+        residency: where copies are booked.
+        store: None turns the tier off for good.
+        mover: runs the writes.
+        notify: told once, in a sentence for the user, when the tier is turned off or is full.
+        on_written: called for a page whose device copy waited for the write, whether it worked or not.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        store: Store | None,
+        mover: Mover,
+        notify: Callable[[str], None],
+        on_written: Callable[[Node], None],
+    ) -> None:
+        self.on = store is not None
+        self.dirty = residency.dirty
+        self.groups = 0  # in flight
+        self.jobs = 0  # in flight, of any kind
+        self.writing_pages = 0
+        self.written_pages = 0
+        self.failed_pages = 0
+        self._residency = residency
+        self._store = store
+        self._mover = mover
+        self._notify = notify
+        self._on_written = on_written
+        self._urgent = False
+        self._since_s = 0.0  # when the oldest dirty page came
+        self._paused_until_s = float("-inf")
+        self._full_in_a_row = 0
+        self._told_full = False
+        self._touched: dict[PageKey, Node] = {}
+        self._touched_at_s = 0.0
+        self._now_s = 0.0
+
+    @property
+    def paused(self) -> bool:
+        """The store is full and nothing in it can go: writes wait a while."""
+        return self._now_s < self._paused_until_s
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the store holds exactly what is booked as durable."""
+        return not self.jobs and not self._residency.dropped_rows
+
+    def add(self, node: Node) -> None:
+        """Queues a page that became known. No loss if nothing can be written now: it stays queued."""
+        if not self.on or node.durable or node.writing:
+            return
+        if not self.dirty:
+            self._since_s = self._now_s
+        self.dirty[node.key] = node
+
+    def hurry(self, node: Node) -> bool:
+        """Writes the page before all others, without waiting for a group; False if it can't be written."""
+        if not self.on or self.paused:
+            return False
+        if not node.writing:
+            self.add(node)
+            self.dirty.move_to_end(node.key, last=False)
+        self._urgent = True
+        return True
+
+    def touch(self, node: Node) -> None:
+        """The page was used: the store learns it some time."""
+        if self.on and node.durable:
+            self._touched[node.key] = node
+
+    def poll(self, now_s: float, *, force: bool = False) -> bool:
+        """Starts what is due; True if something was started.
+
+        Args:
+            now_s: time of the same clock at every call.
+            force: do not wait for groups to fill.
+        """
+        self._now_s = now_s
+        if not self.on:
+            return False
+        changed = False
+        if self.dirty and self.groups < MAX_GROUPS and not self.paused:
+            due = force or self._urgent or now_s - self._since_s >= WRITE_GROUP_WAIT_S
+            if due or len(self.dirty) >= WRITE_GROUP_PAGES:
+                changed = self._start_group()
+        if self._residency.dropped_rows and not self.groups and not self.paused:
+            changed |= self._delete_rows()
+        if self._touched and (force or now_s - self._touched_at_s >= _TOUCH_EVERY_S):
+            self._touched_at_s = now_s
+            changed |= self._touch_rows()
+        return changed
+
+    def turn_off(self, reason: str) -> None:
+        """Gives the store up: no page is durable any more, pages that lay only there are forgotten."""
+        if not self.on:
+            return
+        self.on = False
+        self._notify(f"the NVMe tier is off: {reason}; serving goes on without it")
+        self._residency.store_slots = 0
+        waiting = list(self.dirty.values())
+        self.dirty.clear()
+        self._touched.clear()
+        for node in waiting:
+            self._leave(node)
+        for node in list(self._residency.index.nodes.values()):
+            if node.durable:
+                self._residency.take(node, Tier.NVME)
+                self._residency.settle(node)
+        self._residency.dropped_rows.clear()
+
+    def _leave(self, node: Node) -> None:
+        if node.leaving is Leaving.WRITE:
+            self._on_written(node)
+
+    def _start_group(self) -> bool:
+        store = self._store
+        if store is None:
+            return False
+        nodes = self._take_dirty()
+        room = self._make_room(len(nodes))
+        self._put_back(nodes[room:])
+        nodes = nodes[:room]
+        if not nodes:
+            self._urgent = False
+            if self.dirty:
+                self._pause()
+            return False
+        self._delete_rows()  # before the write, in the same queue: their slots are what it will use
+        sources = [self._hold(node) for node in nodes]
+        batch = [(self._meta(source.node), source.arena.row(source.slot)) for source in sources]
+        num_bytes = sum(row.nbytes for _, row in batch)
+        job = Job(lambda: store.write(batch), Link.DISK_WRITE, num_bytes, lambda done: self._written(sources, done))
+        if not self._mover.submit(job, JobClass.WRITE_BEHIND):
+            for source in sources:
+                self._let_go(source)
+            self._put_back(nodes)
+            return False
+        # Pages that had no room in this group, and that somebody waits for, are due at once.
+        first = itertools.islice(self.dirty.values(), WRITE_GROUP_PAGES)
+        self._urgent = any(node.leaving is Leaving.WRITE for node in first)
+        self.groups += 1
+        self.jobs += 1
+        self.writing_pages += len(nodes)
+        self._since_s = self._now_s
+        return True
+
+    def _take_dirty(self) -> list[Node]:
+        nodes: list[Node] = []
+        while self.dirty and len(nodes) < WRITE_GROUP_PAGES:
+            _, node = self.dirty.popitem(last=False)
+            if node.alive and not node.durable and (node.device >= 0 or node.host >= 0):
+                nodes.append(node)
+        return nodes
+
+    def _put_back(self, nodes: Sequence[Node]) -> None:
+        for node in reversed(nodes):
+            if not self.on:
+                self._leave(node)
+            elif node.alive and not node.durable:
+                self.dirty[node.key] = node
+                self.dirty.move_to_end(node.key, last=False)
+
+    def _make_room(self, count: int) -> int:
+        """Evicts rows until `count` pages fit; how many fit then."""
+        residency = self._residency
+        free = residency.store_slots - residency.durable_pages - self.writing_pages
+        while free < count and (victim := residency.victim(Tier.NVME)) is not None:
+            # It may have a copy higher up. It is not queued again before it is used again: where the store is smaller
+            # than memory, two pages would else push each other out for ever.
+            residency.evict(victim, Tier.NVME)
+            free += 1
+        return max(0, min(free, count))
+
+    def _hold(self, node: Node) -> _Source:
+        residency = self._residency
+        arena, slot = (residency.device, node.device) if node.device >= 0 else (residency.host, node.host)
+        node.writing = True
+        node.moves += 1
+        return _Source(node, arena, slot, arena.retain(slot))
+
+    def _let_go(self, source: _Source) -> None:
+        source.arena.release(source.slot, source.generation)
+        source.node.writing = False
+        source.node.moves -= 1
+
+    def _meta(self, node: Node) -> PageMeta:
+        return PageMeta(node.key, node.parent, unpack_tokens(node.packed), node.hits, node.last_use_s)
+
+    def _written(self, sources: list[_Source], done: Completion) -> None:
+        self.groups -= 1
+        self.jobs -= 1
+        self.writing_pages -= len(sources)
+        for source in sources:
+            self._let_go(source)
+        if done.error is None:
+            self._full_in_a_row = 0
+            self.written_pages += len(sources)
+            for source in sources:
+                if self.on:
+                    self._residency.place(source.node, Tier.NVME, 0)
+        else:
+            self.failed_pages += len(sources)
+            self._put_back([source.node for source in sources])
+            self._failed(done.error, len(sources))
+        for source in sources:
+            self._leave(source.node)
+            self._residency.settle(source.node)
+
+    def _failed(self, error: Exception, count: int) -> None:
+        if not isinstance(error, StoreFull):
+            self.turn_off(str(error) or type(error).__name__)
+            return
+        # The store knows better than our count: slots set aside, or a file system that refuses to grow.
+        self._full_in_a_row += 1
+        evicted = 0
+        while evicted < count and (victim := self._residency.victim(Tier.NVME)) is not None:
+            self._residency.evict(victim, Tier.NVME)
+            evicted += 1
+        if not evicted or self._full_in_a_row >= MAX_FULL_IN_A_ROW:
+            self._pause(str(error))
+
+    def _pause(self, reason: str = "every page in it is in use") -> None:
+        self._full_in_a_row = 0
+        self._paused_until_s = self._now_s + PAUSE_S
+        if not self._told_full:
+            self._told_full = True
+            self._notify(f"the NVMe tier is full: {reason}; new pages stay in memory until there is room")
+        for node in list(self.dirty.values()):
+            self._leave(node)
+
+    def wipe(self) -> bool:
+        """Has the store give its space back, once nothing in it is known and nothing is being written."""
+        if self._store is None or not self.on or self.groups or self._residency.durable_pages:
+            return False
+        return self._drop_rows(list(self._residency.dropped_rows), self._store.clear)
+
+    def _delete_rows(self) -> bool:
+        store, rows = self._store, self._residency.dropped_rows
+        if store is None or not rows:
+            return False
+        keys = list(itertools.islice(rows, _ROW_BATCH))
+        return self._drop_rows(keys, lambda: store.remove(keys))
+
+    def _drop_rows(self, keys: list[PageKey], call: Callable[[], object]) -> bool:
+        rows = self._residency.dropped_rows
+
+        def dropped(done: Completion) -> None:
+            if isinstance(done.error, StoreFull):  # even a removal takes a little space: again after a pause
+                rows.update(dict.fromkeys(keys))
+                self._pause(str(done.error))
+                done = Completion(done.job, None)
+            self._rows_done(done)
+
+        if not self._submit_rows(call, dropped):
+            return False
+        for key in keys:
+            del rows[key]
+        return True
+
+    def _touch_rows(self) -> bool:
+        store = self._store
+        if store is None:
+            return False
+        nodes = [self._touched.popitem()[1] for _ in range(min(len(self._touched), _ROW_BATCH))]
+        uses = {node.key: (node.hits, node.last_use_s) for node in nodes if node.alive and node.durable}
+        return bool(uses) and self._submit_rows(lambda: store.touch(uses), self._rows_done)
+
+    def _submit_rows(self, call: Callable[[], object], on_done: Callable[[Completion], None]) -> bool:
+        if not self._mover.submit(Job(call, Link.DISK_WRITE, 0, on_done), JobClass.WRITE_BEHIND):
+            return False
+        self.jobs += 1
+        return True
+
+    def _rows_done(self, done: Completion) -> None:
+        self.jobs -= 1
+        if done.error is not None:
+            self.turn_off(str(done.error) or type(done.error).__name__)

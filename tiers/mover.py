@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.tiers.errors import MoverClosed
 from tierd.tiers.links import Link, LinkMeter, LinkStats
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.tiers.arena import Arena
 from tierd.tiers.errors import LostReason, PageLost, StoreFull
 from tierd.tiers.keys import root_key

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
+from tests.tiers.fakes import FAR_S, MemoryStore, Rig
 from tierd.tiers.arena import SlotState
 from tierd.tiers.keys import pack_tokens, root_key
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import Leaving, Node
 from tierd.tiers.store import PageMeta
-
-from tests.tiers.fakes import FAR_S, MemoryStore, Rig
 
 A = list(range(1, 13))
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from tierd.tiers.errors import StoreFull
-
 from tests.tiers.fakes import MemoryStore, Rig
+from tierd.tiers.errors import StoreFull
 
 A = list(range(1, 13))
 B = list(range(101, 113))

@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tierd.tiers.keys import common_tokens, pack_tokens, page_key, root_key, salted_root, unpack_tokens
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+
 from tierd.tiers.errors import MoverClosed
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, Job, JobClass, Mover

@@ -9,14 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tierd.tiers import pager as pager_module
-from tierd.tiers import prefix
-from tierd.tiers.arena import Arena, SlotState
-from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull, TierFull
-from tierd.tiers.keys import page_key
-from tierd.tiers.mover import Mover
-from tierd.tiers.page import PageKey
-from tierd.tiers.pager import Pager
 
 from tests.tiers.fakes import (
     FAR_S,
@@ -29,6 +21,14 @@ from tests.tiers.fakes import (
     delayed_copy,
     open_store,
 )
+from tierd.tiers import pager as pager_module
+from tierd.tiers import prefix
+from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull, TierFull
+from tierd.tiers.keys import page_key
+from tierd.tiers.mover import Mover
+from tierd.tiers.page import PageKey
+from tierd.tiers.pager import Pager
 
 A = list(range(1, 13))  # three full pages
 B = list(range(101, 113))

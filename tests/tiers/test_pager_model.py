@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.tiers.fakes import PAGE_TOKENS, ManualMover, MemoryStore, Rig
 from tierd.tiers.errors import LostReason, PageLost, StoreFull, TierFull
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
-
-from tests.tiers.fakes import PAGE_TOKENS, ManualMover, MemoryStore, Rig
 
 TOKENS = st.integers(1, 2)
 SALTS = st.sampled_from([b"", b"", b"tenant"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tierd.tiers.policy import HALF_LIFE_S, RecomputeCost, VictimHeap, rank, reserve_pages
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tierd.tiers import prefix
 from tierd.tiers.keys import pack_tokens, page_key, root_key
 from tierd.tiers.page import PageKey, Tier

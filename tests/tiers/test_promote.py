@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from tierd.tiers.errors import LostReason, PageLost
-
 from tests.tiers.fakes import FAR_S, ManualMover, MemoryStore, Rig
+from tierd.tiers.errors import LostReason, PageLost
 
 A = list(range(1, 13))
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.keys import pack_tokens, page_key, root_key
 from tierd.tiers.page import Tier

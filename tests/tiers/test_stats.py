@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import msgspec
-from tierd.tiers.stats import TierStats
 
 from tests.tiers.fakes import MemoryStore, Rig
+from tierd.tiers.stats import TierStats
 
 A = list(range(1, 13))
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
+
+from tests.tiers.fakes import ROOT, ManualMover, MemoryStore, Rig
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.keys import pack_tokens, page_key
 from tierd.tiers.store import PageMeta
-
-from tests.tiers.fakes import ROOT, ManualMover, MemoryStore, Rig
 
 A = list(range(1, 13))
 

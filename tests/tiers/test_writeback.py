@@ -1,10 +1,14 @@
 from __future__ import annotations
 
-from tierd.tiers.errors import StoreFull
-from tierd.tiers.policy import WRITE_GROUP_PAGES, WRITE_GROUP_WAIT_S
-from tierd.tiers.writeback import PAUSE_S
+from collections.abc import Iterable
+
+import pytest
 
 from tests.tiers.fakes import ManualMover, MemoryStore, Rig
+from tierd.tiers.errors import StoreFull
+from tierd.tiers.page import PageKey
+from tierd.tiers.policy import WRITE_GROUP_PAGES, WRITE_GROUP_WAIT_S
+from tierd.tiers.writeback import PAUSE_S
 
 A = list(range(1, 13))
 B = list(range(101, 113))
@@ -90,26 +94,33 @@ def test_a_full_store_pauses_the_writes() -> None:
     rig.close()
 
 
-def test_a_removal_that_finds_the_disk_full_is_tried_again() -> None:
+@pytest.mark.parametrize("keep_one", [False, True])
+def test_a_removal_that_finds_the_disk_full_is_tried_again(keep_one: bool) -> None:
     class Stubborn(MemoryStore):
         refusals = 1
 
-        def remove(self, keys) -> None:  # type: ignore[no-untyped-def]
+        def remove(self, keys: Iterable[PageKey]) -> None:
             if self.refusals:
                 self.refusals -= 1
                 raise StoreFull("no space for the journal")
             super().remove(keys)
 
+        def clear(self) -> None:
+            self.remove(list(self.rows))
+
     store = Stubborn()
     rig = Rig(store=store)
     rig.serve(A)
     rig.pager.flush(rig.now_s + 1)
+    if keep_one:
+        rig.start([*A[:4], 9])
     rig.pager.clear()
     rig.settle()
     assert len(store.rows) == 3
+    rig.check()
     rig.now_s += PAUSE_S
     rig.settle()
-    assert not store.rows
+    assert len(store.rows) == keep_one
     rig.check()
     rig.close()
 

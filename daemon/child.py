@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+
 from tierd.daemon.broadcast import Broadcast
 from tierd.daemon.errors import EngineFailed, ProtocolError, TierdError, TimedOut, from_wire
-from tierd.daemon.mailbox import Mailbox
+from tierd.daemon.inbox import Inbox
 from tierd.daemon.protocol import Event, FrameDecoder, Request, Submit, encode, to_event
 
 log = logging.getLogger("tierd.engine")
@@ -34,8 +35,10 @@ READ_BYTES = 64 << 10
 TAIL_LINES = 20
 LINE_BYTES = 2048
 SEND_TIMEOUT_S = 30.0
+EXIT_GRACE_S = 5.0  # from closing its socket, or from promising to stop, to being killed
+STOP_TIMEOUT_S = 2.0
 _NO_USE = ("status", "flush", "stop")
-EXIT_GRACE_S = 5.0  # from closing its socket to being killed
+_PRIVATE = ("TIERD_API_KEY", "NOTIFY_SOCKET")  # of the front alone
 
 
 class EngineState(enum.StrEnum):
@@ -50,7 +53,7 @@ class EngineState(enum.StrEnum):
 class EngineProcess:
     """An engine, from before its start until after its end.
 
-    Threading: for one event loop. One task, made by `launch`, owns the process and ends with it.
+    Threading: for one event loop. The task that runs `live` owns the process and ends with it.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class EngineProcess:
         self.pid: int | None = None
         self.started_s = time.monotonic()
         self.last_use_s = self.started_s
+        self.heard_s = self.started_s  # its last news
         self.error: TierdError | None = None  # what it said before it gave up
         self.stop_asked = False
         self.was_ready = False
@@ -77,7 +81,7 @@ class EngineProcess:
         self._changed = changed
         self._on_ready = on_ready
         self._ids = itertools.count(1)
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._using_calls = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -89,12 +93,12 @@ class EngineProcess:
     @property
     def busy(self) -> int:
         """Streams and calls that wait for it; looking at it and ending it are no use of it."""
-        return len(self._mailboxes) + self._using_calls
+        return len(self._inboxes) + self._using_calls
 
     @property
     def streams(self) -> int:
         """Streams that run or wait on it."""
-        return len(self._mailboxes)
+        return len(self._inboxes)
 
     def last_words(self) -> str:
         """How it ended, and the last line it wrote to standard error, fit for a client."""
@@ -102,26 +106,26 @@ class EngineProcess:
         ending = "not started" if code is None else f"exit code {code}" if code >= 0 else f"signal {-code}"
         return f"{ending}: {_without_internals(self._tail[-1])}" if self._tail else ending
 
-    async def generate(self, submit: Submit) -> tuple[int, Mailbox]:
-        """Submit; the events come into the mailbox. The caller closes it with `forget`."""
-        stream_id, mailbox = next(self._ids), Mailbox()
-        self._mailboxes[stream_id] = mailbox
+    async def generate(self, submit: Submit) -> tuple[int, Inbox]:
+        """Submit; the events come into the inbox. The caller closes it with `forget`."""
+        stream_id, inbox = next(self._ids), Inbox()
+        self._inboxes[stream_id] = inbox
         try:
             await self._send(Request(stream_id, "generate", _args(submit)))
         except BaseException:
             self.forget(stream_id)
             self.cancel(stream_id)
             raise
-        return stream_id, mailbox
+        return stream_id, inbox
 
     def forget(self, stream_id: int) -> None:
         """The stream is over for the front; what the engine still says of it is dropped."""
-        if self._mailboxes.pop(stream_id, None) is not None:
+        if self._inboxes.pop(stream_id, None) is not None:
             self.last_use_s = time.monotonic()
             self._changed.notify()
 
     def cancel(self, stream_id: int) -> None:
-        """Ask the engine to end a stream; it answers into the mailbox, if there still is one."""
+        """Ask the engine to end a stream; it answers into the inbox, if there still is one."""
         if self._writer is not None and not self._writer.is_closing():
             # Not awaited: a client that is gone must not wait for a full pipe, and the frame is 40 bytes.
             self._writer.write(encode(Request(next(self._ids), "cancel", {"target": stream_id})))
@@ -161,7 +165,7 @@ class EngineProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
-                    env={**os.environ, CONFIG_VARIABLE: config_json},
+                    env={**_public_environment(), CONFIG_VARIABLE: config_json},
                     pass_fds=(theirs.fileno(),),
                     # Ctrl-C in a terminal goes to the whole group; the front alone decides when an engine ends.
                     start_new_session=True,
@@ -175,11 +179,12 @@ class EngineProcess:
             await self._read(reader)
         except OSError as exc:
             self.error = self.error or EngineFailed(f"the engine could not be started: {exc.strerror}")
-            ours.close()
         except asyncio.CancelledError:
             self.kill()
             raise
         finally:
+            if self._writer is None:
+                ours.close()
             await self._reap(pump)
 
     def kill(self) -> None:
@@ -189,7 +194,7 @@ class EngineProcess:
                 self._process.kill()
 
     async def stop(self, flush_s: float) -> None:
-        """Ask it to make its pages durable and to end; kill it when it does not answer. It may not be gone yet then."""
+        """Ask it to make its pages durable and to end; kill it when it does not. `live` returns when it is gone."""
         self.state = EngineState.STOPPING
         self.stop_asked = True
         self._changed.notify()
@@ -198,14 +203,21 @@ class EngineProcess:
         except TierdError as exc:
             log.warning("flush of %s: %s", self.model, exc)
         try:
-            await self.call("stop", {"timeout_s": 1.0}, 2.0)
-        except TierdError:
-            self.kill()
+            await self.call("stop", {"timeout_s": STOP_TIMEOUT_S / 2}, STOP_TIMEOUT_S)
+            await self._until_ended(EXIT_GRACE_S)
+        except TierdError as exc:
+            log.warning("stop of %s: %s", self.model, exc)
+        self.kill()
+
+    async def _until_ended(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while self.state is not EngineState.ENDED and (left_s := deadline_s - time.monotonic()) > 0:
+            await self._changed.wait(left_s)
 
     def fail_streams(self, error: TierdError) -> None:
         """End every stream with an error of the daemon, and let the engine stop working on them."""
-        for stream_id, mailbox in self._mailboxes.items():
-            mailbox.fail(error)
+        for stream_id, inbox in self._inboxes.items():
+            inbox.fail(error)
             self.cancel(stream_id)
 
     async def _reap(self, pump: asyncio.Task[None] | None) -> None:
@@ -227,16 +239,21 @@ class EngineProcess:
             pump.cancel()
         # Only now: its store is unlocked when the process is gone, and the next engine needs it.
         self.state = EngineState.ENDED
-        for mailbox in self._mailboxes.values():
-            mailbox.lose()
+        for inbox in self._inboxes.values():
+            inbox.lose()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineFailed(f"the engine of {self.model} ended: {self.last_words()}"))
         self._changed.notify()
 
     async def _send(self, request: Request) -> None:
-        if self._writer is None or self.state is EngineState.ENDED or self._writer.is_closing():
+        if self._writer is None or self.state is EngineState.ENDED:
             raise EngineFailed(f"the engine of {self.model} is not there")
+        if self._writer.is_closing():
+            # Its end was seen by a write, and `live` will see it in a moment. Nobody may take it for ready until then:
+            # a stream would be submitted over and over.
+            self.state = EngineState.STOPPING
+            raise EngineFailed(f"the engine of {self.model} ended")
         self._writer.write(encode(request))
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
@@ -262,8 +279,8 @@ class EngineProcess:
     def _handle(self, event: Event) -> None:
         if event.id == 0:
             self._handle_news(event)
-        elif (mailbox := self._mailboxes.get(event.id)) is not None:
-            mailbox.put(event)
+        elif (inbox := self._inboxes.get(event.id)) is not None:
+            inbox.put(event)
             self.completed += event.ev == "done"
         elif (future := self._calls.get(event.id)) is not None and not future.done():
             if event.ev == "result":
@@ -272,6 +289,7 @@ class EngineProcess:
                 future.set_exception(from_wire(event.data))
 
     def _handle_news(self, event: Event) -> None:
+        self.heard_s = time.monotonic()
         match event.ev:
             case "progress":
                 self.progress = event.data
@@ -321,6 +339,10 @@ _PATH = re.compile(r"(?:/[^\s/'\":]+)+/(?=[^\s/])")
 def _without_internals(line: str) -> str:
     """A line of an engine's standard error without addresses and directories."""
     return _PATH.sub("", _ADDRESS.sub("0x...", line))[:300]
+
+
+def _public_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _PRIVATE}
 
 
 def _args(submit: Submit) -> dict[str, Any]:

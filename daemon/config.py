@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+
 from tierd.daemon.config_values import (
     boolean,
     choice,

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
+
 from tierd.daemon import protocol
 from tierd.daemon.errors import BadRequest, Unsupported, suggest
 from tierd.daemon.service import Service

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import platformdirs
+
 from tierd.daemon.errors import BadConfig, PermissionDenied
 
 APP = "tierd"

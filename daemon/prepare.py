@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import msgspec
+
 from tierd.daemon import kv_quota
 from tierd.daemon.child import EngineProcess
 from tierd.daemon.config import Settings, engine_config, probe_machine, resolve_sizes

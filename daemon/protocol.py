@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+
 from tierd.daemon.errors import BadRequest, ProtocolError, Unsupported, suggest
 
 VERSION = 1

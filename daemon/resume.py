@@ -11,6 +11,7 @@ import secrets
 from typing import Any
 
 import msgspec
+
 from tierd.daemon.protocol import Event, Submit
 
 _SEED_BITS = 31

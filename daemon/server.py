@@ -18,7 +18,7 @@ from typing import Any
 from tierd.daemon import ops
 from tierd.daemon.door import peer_uid
 from tierd.daemon.errors import BadRequest, InternalError, ProtocolError, TierdError, TooBusy
-from tierd.daemon.mailbox import SlowReader
+from tierd.daemon.inbox import SlowReader
 from tierd.daemon.protocol import Event, FrameDecoder, Request, encode, to_request, to_submit
 from tierd.daemon.service import Service, failure
 from tierd.daemon.stream import Stream

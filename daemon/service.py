@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
+
 from tierd.daemon import kv_quota, limits
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.config import Settings
@@ -32,7 +33,7 @@ from tierd.daemon.errors import (
     Unauthorized,
     to_wire,
 )
-from tierd.daemon.mailbox import SlowReader
+from tierd.daemon.inbox import SlowReader
 from tierd.daemon.metrics import Metrics
 from tierd.daemon.models import catalog
 from tierd.daemon.protocol import TERMINAL, Event, Submit

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tierd.daemon.child import EngineProcess
 from tierd.daemon.errors import EngineFailed, TierdError, TimedOut
-from tierd.daemon.mailbox import EngineLost, Mailbox
+from tierd.daemon.inbox import EngineLost, Inbox
 from tierd.daemon.protocol import TERMINAL, Event
 from tierd.daemon.resume import Live
 from tierd.daemon.supervisor import Model, Supervisor, late
@@ -26,7 +26,7 @@ class _Running(NamedTuple):
 
     engine: EngineProcess
     id: int
-    mailbox: Mailbox
+    inbox: Inbox
 
 
 class Stream:
@@ -100,8 +100,8 @@ class Stream:
                     raise late(self.model.name, LOAD_TIMEOUT_S)
                 await supervisor.changed.wait(left_s)
             with contextlib.suppress(EngineFailed):
-                stream_id, mailbox = await engine.generate(self.live.send(time.monotonic()))
-                self._running = _Running(engine, stream_id, mailbox)
+                stream_id, inbox = await engine.generate(self.live.send(time.monotonic()))
+                self._running = _Running(engine, stream_id, inbox)
                 if self.cancelled:  # while the frame was written
                     engine.cancel(stream_id)
 
@@ -111,7 +111,7 @@ class Stream:
         try:
             while not ended:
                 try:
-                    event = await running.mailbox.get(CANCEL_TIMEOUT_S if self.cancelled else SILENCE_S)
+                    event = await running.inbox.get(CANCEL_TIMEOUT_S if self.cancelled else SILENCE_S)
                 except TimeoutError:
                     if self.cancelled:
                         yield self._aborted()

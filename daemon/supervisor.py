@@ -30,6 +30,7 @@ FLUSH_S = 10.0
 # A model that is always in use would never make room for another one: after this long its new requests queue behind.
 PATIENCE_S = 5.0
 IDLE_WAKE_S = 3600.0
+START_SILENCE_S = 600.0  # compiling every kernel takes a minute or two, and tells each of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class Supervisor:
         if engine is not None:
             if engine.state is not EngineState.READY or self._must_yield(waiter, now_s):
                 return None
+            waiter.needs_room = False
             return engine
         if (failure := self._failures.get(name)) is not None and now_s < failure.until_s:
             raise failure.error
@@ -160,21 +162,27 @@ class Supervisor:
     # -- their lives -----------------------------------------------------------------------------------------------
 
     async def keep_alive(self) -> None:
-        """Unload engines that have been idle for long enough; runs for the life of the daemon."""
+        """Unload engines that have been idle for long enough, kill those that hang; runs as long as the daemon."""
         while True:
-            wake_s = IDLE_WAKE_S
-            if self._keep_alive_s is not None:
-                now_s = time.monotonic()
-                for engine in list(self.engines.values()):
-                    if not self._is_idle(engine):
-                        continue
-                    left_s = engine.last_use_s + self._keep_alive_s - now_s
-                    if left_s <= 0:
-                        log.info("unloading %s: idle for %.0f s", engine.model, self._keep_alive_s)
-                        self._stop(engine, FLUSH_S)
-                    else:
-                        wake_s = min(wake_s, left_s)
-            await self.changed.wait(wake_s)
+            now_s = time.monotonic()
+            left_s = [self._tend(engine, now_s) for engine in list(self.engines.values())]
+            await self.changed.wait(min([IDLE_WAKE_S, *left_s]))
+
+    def _tend(self, engine: EngineProcess, now_s: float) -> float:
+        """End an engine whose time has come. Returns the seconds until it has to be looked at again."""
+        if engine.state is EngineState.STARTING:
+            left_s = engine.heard_s + START_SILENCE_S - now_s
+            if left_s <= 0:
+                log.error("the engine of %s has said nothing for %.0f s", engine.model, START_SILENCE_S)
+                engine.kill()
+            return left_s if left_s > 0 else IDLE_WAKE_S
+        if self._keep_alive_s is None or not self._is_idle(engine):
+            return IDLE_WAKE_S  # the end of its use is a change
+        left_s = engine.last_use_s + self._keep_alive_s - now_s
+        if left_s <= 0:
+            log.info("unloading %s: idle for %.0f s", engine.model, self._keep_alive_s)
+            self._stop(engine, FLUSH_S)
+        return left_s if left_s > 0 else IDLE_WAKE_S
 
     def expires_in_s(self, engine: EngineProcess) -> float | None:
         """Seconds until an engine is unloaded if nobody uses it; None for never."""
@@ -307,4 +315,4 @@ class Supervisor:
 def late(name: str, timeout_s: float) -> TooBusy:
     """The error of a request that has waited for its model for too long."""
     what = f"{name} could not be loaded within {timeout_s:.0f} s"
-    return TooBusy(what, hint="other models are in use; try again later")
+    return TooBusy(what, hint="it is loading, or other models are in use; try again later")

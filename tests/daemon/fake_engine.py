@@ -1,10 +1,10 @@
 """An engine without a model: a real process on a real socketpair whose tokens are a function of prompt and position.
 
-`fake.json` in the model directory sets how it starts: `start_s`, `token_s`, `flush_s`, `fail` ({code, message}, said
-instead of ready), `exit` (a code, at the start). Words in the prompt set what happens to a request: `!crash=N` kills
-the process when token N is due, once for the same prompt, `!always=N` whenever N new tokens were said, `!die` on
-arrival, `!refuse`, `!hang` (no token ever comes), `!freeze` (the whole process stands still), `!garbage`, `!big=N` (N
-characters a token).
+`fake.json` in the model directory sets how it starts and ends: `start_s`, `token_s`, `flush_s`, `fail` ({code, message}
+said instead of ready), `exit` (a code, at the start), `stays` (after `stop`). Words in the prompt set what happens to a
+request: `!crash=N` kills the process when token N is due, once for the same prompt, `!always=N` whenever N new tokens
+were said, `!die` on arrival, `!refuse`, `!hang` (no token ever comes), `!freeze` (the whole process stands still),
+`!garbage`, `!big=N` (N characters a token).
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Fake:
             case "stop":
                 self.send(request.id, "result")
                 await self.writer.drain()
-                os._exit(0)
+                if not self.options.get("stays"):
+                    os._exit(0)
             case _:
                 self.send(request.id, "refused", code="unsupported_parameter", message=f"unknown: {request.op}")
 

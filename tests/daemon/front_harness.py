@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from tierd.daemon.config import Settings
 from tierd.daemon.door import Door
 from tierd.daemon.metrics import Metrics

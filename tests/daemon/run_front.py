@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+
 from tierd.daemon import lifecycle, service
 from tierd.daemon.config import Settings
 from tierd.daemon.errors import TierdError

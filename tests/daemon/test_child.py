@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from front_harness import set_options, until
+
 from tierd.daemon.broadcast import Broadcast
 from tierd.daemon.child import EngineProcess, EngineState, _without_internals
 from tierd.daemon.errors import EngineFailed, TimedOut, Unsupported
@@ -79,3 +80,29 @@ async def test_a_cancelled_owner_leaves_no_process():
     task.cancel()
     await asyncio.wait([task])
     assert engine._process.returncode == -9
+
+
+async def test_an_engine_that_promises_to_stop_and_stays_is_killed(front, monkeypatch):
+    monkeypatch.setattr("tierd.daemon.child.EXIT_GRACE_S", 0.2)
+    set_options(front.settings.models_dir / "alpha", stays=True)
+    await front.service.load("alpha")
+    assert await front.service.unload("alpha") == {"unloaded": ["alpha"]}
+
+
+async def test_an_end_seen_by_a_write_first_is_no_endless_loop(front):
+    await front.service.load("alpha")
+    front.engine()._writer.close()
+    with pytest.raises(EngineFailed):
+        await front.engine().generate(Submit("alpha", prompt="x"))
+    assert front.engine().state is EngineState.STOPPING
+    wire = await front.connect()
+    wire.generate(1, "x", max_tokens=2)
+    assert (await wire.until_end(1))[-1].ev == "done"
+
+
+async def test_secrets_of_the_front_are_not_handed_on(monkeypatch):
+    monkeypatch.setenv("TIERD_API_KEY", "geheim")
+    code = "import os, sys; print('TIERD_API_KEY' in os.environ, 'PATH' in os.environ, file=sys.stderr)"
+    engine = EngineProcess("m", Broadcast(), python(code))
+    await engine.live("{}")
+    assert engine.last_words() == "exit code 0: False True"

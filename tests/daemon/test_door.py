@@ -7,6 +7,7 @@ import socket
 import stat
 
 import pytest
+
 from tierd.daemon.door import Door, peer_uid
 from tierd.daemon.errors import AlreadyRunning, BadConfig, PermissionDenied
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 
 import pytest
+
 from tierd.daemon import kv_quota
 from tierd.daemon.kv_quota import Owner
 

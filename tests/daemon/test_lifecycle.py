@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from front_harness import Daemon, Wire, set_options, text
+
 from tierd.daemon import lifecycle, service
 from tierd.daemon.config import Settings
 from tierd.daemon.errors import BadConfig, Conflict

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.limits import check_submit
 from tierd.daemon.protocol import Message, Sampling, Submit

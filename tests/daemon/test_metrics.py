@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
+
 from tierd.daemon.metrics import Metrics
 
 

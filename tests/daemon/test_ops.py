@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tierd.daemon import ops
 from tierd.daemon.errors import BadRequest, Unsupported
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from front_harness import make_settings
+
 from tierd.daemon import kv_quota
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.prepare import Preparer

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from fake_engine import whole_text
 from front_harness import Wire, set_options, text, until
+
 from tierd.daemon import server as server_module
 from tierd.daemon.errors import AlreadyRunning
 from tierd.daemon.protocol import MAX_FRAME_BYTES, FrameDecoder, to_event

@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 from front_harness import make_model, until
+
 from tierd.daemon.errors import BadRequest, Draining, EngineFailed, ModelNotFound, TooBusy
 from tierd.daemon.protocol import Submit
 from tierd.daemon.service import failure

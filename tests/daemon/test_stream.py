@@ -10,6 +10,7 @@ import signal
 import pytest
 from fake_engine import whole_text
 from front_harness import set_options, text, until
+
 from tierd.daemon import stream
 from tierd.daemon.protocol import Sampling, Submit
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from fake_engine import whole_text
 from front_harness import make_settings, running, set_options, text, until
+
 from tierd.daemon import supervisor
 from tierd.daemon.child import EngineState
 from tierd.daemon.errors import TooBusy
@@ -184,3 +185,12 @@ async def test_a_model_that_cannot_be_prepared_fails(front):
     (end,) = await wire.until_end(1)
     assert end.ev == "failed" and "no disk" not in end.data["message"]
     await until(lambda: not front.supervisor.engines)
+
+
+async def test_an_engine_that_hangs_at_its_start_is_killed(front, monkeypatch):
+    monkeypatch.setattr(supervisor, "START_SILENCE_S", 0.5)
+    set_options(front.settings.models_dir / "alpha", start_s=20.0)
+    wire = await front.connect()
+    wire.generate(1, "x")
+    (end,) = await wire.until_end(1)
+    assert end.ev == "failed" and "3 times" in end.data["message"]

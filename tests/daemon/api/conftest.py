@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from front_harness import Front, make_settings, running
+
 from tierd.daemon.api import web
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from tierd.daemon import errors
 from tierd.daemon.api.answers import error_response, json_response
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from tierd.daemon import errors
 from tierd.daemon.api import openai
 from tierd.daemon.errors import BadRequest, TierdError, Unsupported

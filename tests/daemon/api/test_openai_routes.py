@@ -10,6 +10,7 @@ import time
 import pytest
 from fake_engine import whole_text
 from front_harness import set_options, until
+
 from tierd.daemon.api import openai_routes
 
 CHAT = "/v1/chat/completions"

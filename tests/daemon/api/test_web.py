@@ -9,6 +9,7 @@ import json
 import socket
 
 import pytest
+
 from tierd.daemon.api import openai_routes, web
 
 CHAT = "/v1/chat/completions"

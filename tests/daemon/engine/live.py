@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 from pathlib import Path
@@ -49,6 +50,8 @@ class Live:
         self.engine.loop.stop()
         assert self.engine.loop.join(10.0)
         self.engine.close()
+        del self.engine
+        gc.collect()  # the map of the weights holds a descriptor
 
     def flush(self) -> None:
         assert self.engine.loop.flush(20.0).result(25.0) == 0

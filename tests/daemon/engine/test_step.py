@@ -196,8 +196,9 @@ def test_a_broken_page_table_ends_the_loop() -> None:
     gate.set()
     held.result(5)
     assert rig.loop.join(5.0)
-    assert rig.terminal(1) == ["aborted"] or rig.terminal(1) == ["failed"]
-    assert rig.terminal(2) == ["failed"]
+    # Their answers may have been whole already when their pages could not be given back.
+    assert rig.terminal(1) in (["aborted"], ["failed"], ["done"])
+    assert rig.terminal(2) in (["failed"], ["done"])
     assert len(rig.deaths) == 1 and rig.deaths[0] is not None
     assert later[0].done()
 

@@ -22,7 +22,7 @@ class EngineLost(Exception):
     """The engine ended before it said a terminal event."""
 
 
-class Mailbox:
+class Inbox:
     """A bounded queue that never makes the writer wait: one slow client must not hold up the others of an engine.
 
     Text that waits is joined when it is taken. Progress that waits is replaced by newer progress.

@@ -1,0 +1,30 @@
+"""Answers of HTTP that no dialect has to itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tierd.daemon.api import openai
+from tierd.daemon.errors import EngineFailed, TierdError, TryLater, Unauthorized
+
+RETRY_AFTER_S = 2
+
+
+def error_response(exc: TierdError, *, status: int | None = None) -> web.Response:
+    """An error before anything was sent."""
+    headers = {}
+    if not openai.should_retry(exc) and not isinstance(exc, EngineFailed):
+        headers["x-should-retry"] = "false"
+    if isinstance(exc, TryLater):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if isinstance(exc, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(openai.error(exc), status=status or exc.status, headers=headers)
+
+
+def json_response(data: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """A JSON body."""
+    return web.Response(body=msgspec.json.encode(data), content_type="application/json", status=status, headers=headers)

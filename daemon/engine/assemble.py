@@ -1,0 +1,200 @@
+"""Builds an engine from its configuration: kernels, weights, store, pager, intake, step loop.
+
+Imports the kernels, so it is itself imported only after the worker has set where Numba keeps its compiled code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from tierd.daemon.config import EngineConfig
+from tierd.daemon.engine.chat import ChatTemplate
+from tierd.daemon.engine.intake import Facts, Intake
+from tierd.daemon.engine.model import rope
+from tierd.daemon.engine.model.load import load_weights
+from tierd.daemon.engine.runner import Runner
+from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
+from tierd.daemon.engine.status import StatusBoard
+from tierd.daemon.engine.step import StepLoop
+from tierd.daemon.engine.streams import Streams
+from tierd.daemon.engine.tokens import Vocabulary
+from tierd.daemon.errors import BadConfig, ModelInvalid
+from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
+from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.protocol import Event
+from tierd.kernels.cpu.step import CpuDecoder
+from tierd.kernels.layout import PageLayout
+from tierd.tiers.arena import Arena
+from tierd.tiers.errors import StoreError
+from tierd.tiers.keys import root_key
+from tierd.tiers.mover import Mover
+from tierd.tiers.pager import Pager
+from tierd.tiers.store import Store
+
+# In the name of every page: raise it when the kernels' arithmetic or the meaning of a record changes.
+KV_VERSION = 1
+MIN_PAGES = 8  # on the device: less is no cache and hardly a sequence
+MOVER_THREADS = 2
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What an engine tells its process. All but `progress` are called on the step thread."""
+
+    progress: Progress
+    emit: Callable[[list[Event]], None]
+    died: Callable[[BaseException | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A built engine. `close` after the loop has ended."""
+
+    model: str
+    context: int
+    namespace: str  # hex: also the name of the store's directory
+    intake: Intake
+    loop: StepLoop
+    pager: Pager
+    board: StatusBoard
+    notes: tuple[str, ...]
+    resources: contextlib.ExitStack
+
+    def close(self) -> None:
+        """Give back threads, files and the store's lock."""
+        self.resources.close()
+
+
+def build(config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int) -> Engine:
+    """Load everything. Raises TierdError of some kind when the model or the configuration does not allow it."""
+    directory = Path(config.model_dir)
+    try:
+        manifest = load_manifest(directory)
+    except ModelFileError as exc:
+        raise ModelInvalid(f"model {directory.name!r} is broken: {exc}") from exc
+    hooks.progress("kernels", 0, 1)
+    CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
+    resources = contextlib.ExitStack()
+    try:
+        return _build(config, hooks, manifest, resources, threads, max_requests)
+    except BaseException:
+        resources.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    hooks: Hooks,
+    manifest: Manifest,
+    resources: contextlib.ExitStack,
+    threads: int,
+    max_requests: int,
+) -> Engine:
+    spec, directory, clock = manifest.spec, Path(config.model_dir), time.monotonic
+    layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, config.kv_format)
+    slots = config.device_bytes // layout.record_bytes
+    if slots < MIN_PAGES:
+        raise BadConfig(
+            f"device_mem of {config.device_bytes} bytes holds {slots} pages of {manifest.name}, it needs {MIN_PAGES}",
+            hint=f"give at least --device-mem {MIN_PAGES * layout.record_bytes // 2**20 + 1}MB",
+        )
+    context = _context(config.context or manifest.context, manifest)
+    max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
+    limits = Limits(max_rows, config.max_streams, layout.page_tokens)
+    frequencies = rope.frequencies(spec, context)
+    root = root_key(_namespace(manifest, layout, frequencies))
+
+    weights = load_weights(directory, manifest, lambda done, total: hooks.progress("weights", done, total))
+    cos, sin = rope.tables(frequencies, min(context, slots * layout.page_tokens))
+    decoder = CpuDecoder(
+        weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
+        limits.max_rows, threads,
+    )  # fmt: skip
+    resources.callback(decoder.close)
+    vocabulary = Vocabulary.load(directory / TOKENIZER)
+    template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
+    facts = Facts(
+        vocab=spec.vocab,
+        context=context,
+        capacity_tokens=slots * layout.page_tokens,
+        end_ids=frozenset(manifest.eos_ids),
+        bos_id=manifest.bos_id,
+        add_bos=manifest.add_bos,
+        sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
+    )
+
+    hooks.progress("store", 0, 1)
+    store, notes = _open_store(config, layout, root)
+    if store is not None:
+        resources.callback(store.close)
+    device = Arena("device", slots, layout.record_bytes)
+    loops: list[StepLoop] = []  # the mover comes before the loop it wakes
+    mover = Mover(MOVER_THREADS, wake=lambda: loops[0].wake() if loops else None)
+    resources.callback(mover.close)
+    pager = Pager(
+        layout_record_bytes=layout.record_bytes,
+        page_tokens=layout.page_tokens,
+        root=root,
+        device=device,
+        host=Arena("host", config.host_bytes // layout.record_bytes, layout.record_bytes),
+        store=store,
+        mover=mover,
+        clock=clock,
+        events=lambda kind, data: hooks.emit([Event(0, kind, data)]),
+    )
+    resources.callback(pager.close)
+    hooks.progress("store", 1, 1)
+    streams = Streams(pager, Runner(decoder, device.array), limits, clock)
+    board = StatusBoard(manifest.name, context, streams, pager, clock)
+    loop = StepLoop(
+        streams, pager, emit=hooks.emit, published=board.publish, died=hooks.died, clock=clock,
+        max_requests=max_requests,
+    )  # fmt: skip
+    loops.append(loop)
+    intake = Intake(facts, vocabulary, template)
+    return Engine(manifest.name, context, root.hex(), intake, loop, pager, board, tuple(notes), resources)
+
+
+def _context(wanted: int, manifest: Manifest) -> int:
+    longest = max(rope.max_context(manifest.spec), manifest.context)
+    if wanted > longest:
+        raise BadConfig(
+            f"a context of {wanted} tokens was asked for, {manifest.name} reaches {longest}", hint=f"--ctx {longest}"
+        )
+    return wanted
+
+
+def _namespace(manifest: Manifest, layout: PageLayout, frequencies: rope.Frequencies) -> str:
+    """Everything that makes pages comparable. Content of weights, tokenizer and template are in the model's digest."""
+    return f"tierd {KV_VERSION} {manifest.digest} {layout.describe()} {frequencies.describe()}"
+
+
+def _special(manifest: Manifest, vocabulary: Vocabulary) -> dict[str, str]:
+    """The special tokens that chat templates write by name."""
+    named = {"bos_token": manifest.bos_id, "eos_token": manifest.eos_ids[0] if manifest.eos_ids else None}
+    texts = {name: vocabulary.token_text(token) for name, token in named.items() if token is not None}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _open_store(config: EngineConfig, layout: PageLayout, root: bytes) -> tuple[Store | None, list[str]]:
+    """The NVMe tier, or None and why: serving goes on without it."""
+    if config.nvme_bytes < layout.record_bytes:
+        return None, []
+    try:
+        store = Store.open(
+            Path(config.cache_dir) / root.hex(),
+            record_bytes=layout.record_bytes,
+            namespace=root,
+            capacity_bytes=config.nvme_bytes,
+            min_free_bytes=config.nvme_min_free_bytes,
+        )
+    except StoreError as exc:
+        return None, [f"the disk tier is off: {exc}"]
+    return store, list(store.notes)

@@ -1,0 +1,146 @@
+"""One request on its way through the engine: its life, its tokens, its counters and its times.
+
+    WAITING -> FETCHING -> PREFILL -> DECODE -> FINISHED
+       ^___________|__________|_________|          preempted: the lease is given back, everything else stays
+
+A request ends once, with one terminal event. Threading: made on the io side, then owned by the step thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from tierd.daemon.engine.sampler import Sampler
+from tierd.daemon.engine.scheduler import Phase
+from tierd.daemon.engine.tokens import TextStream
+from tierd.daemon.protocol import Timings, Usage
+from tierd.tiers.lease import Lease
+
+AGING_S = 60.0  # one step of priority is worth this much waiting, so that no priority starves another for ever
+
+
+class Finish(enum.StrEnum):
+    """Why a generation that went well ended."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+
+
+@dataclass(slots=True)
+class Times:
+    """Moments on the engine's monotonic clock, in seconds; 0 where it has not happened."""
+
+    arrived_s: float
+    admitted_s: float = 0.0
+    started_s: float = 0.0  # its first row was computed
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Request:
+    """State of one generation. `tokens` is the prompt and all that was generated, resumed tokens included."""
+
+    id: int
+    serial: int  # order of arrival
+    priority: int
+    salt: bytes  # keeps the pages of one tenant from another
+    prompt_tokens: int
+    tokens: list[int]
+    max_total_tokens: int  # prompt and answer together: the smaller of max_tokens' and the context's end
+    end_ids: frozenset[int]
+    sampler: Sampler
+    stream: TextStream
+    times: Times
+    phase: Phase = Phase.WAITING
+    lease: Lease | None = None
+    computed: int = 0  # tokens whose keys and values stand in the lease's pages
+    accepted: bool = False
+    cached_tokens: int = 0  # prompt tokens that were never computed here
+    hits: tuple[int, int, int] = (0, 0, 0)  # of those, by the tier they came from: device, host, nvme
+    unsent: list[int] = field(default_factory=list)  # tokens whose text is held back
+    resumed: int = 0
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The smaller one comes first. It never changes, so that two requests cannot preempt each other in turn."""
+        return (self.times.arrived_s + self.priority * AGING_S, self.serial)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def over(self) -> Finish | None:
+        """Set when nothing more may be generated: for a resumed request perhaps from the start."""
+        if self.stream.stopped:
+            return Finish.STOP
+        if len(self.tokens) >= self.max_total_tokens:
+            return Finish.LENGTH
+        return None
+
+    def covered(self, lease: Lease) -> None:
+        """Note what a ready lease spares. After a preemption a prompt token may have to be computed after all."""
+        found = min(lease.num_tokens, self.prompt_tokens)
+        if not self.accepted:
+            self.cached_tokens = found
+            self.hits = _trim((lease.hit_device, lease.hit_host, lease.hit_nvme), found)
+        elif found < self.cached_tokens:
+            self.cached_tokens = found
+            self.hits = _trim(self.hits, found)
+
+    def append(self, token: int, now_s: float) -> tuple[str, Finish | None]:
+        """Add a drawn token. Returns the text that may be shown and, if this was the end, why."""
+        self.tokens.append(token)
+        self.times.first_token_s = self.times.first_token_s or now_s
+        self.times.last_token_s = now_s
+        if token in self.end_ids:
+            return self.stream.finish(), Finish.STOP
+        self.sampler.accept(token)
+        self.unsent.append(token)
+        text = self.stream.push(token)
+        if (over := self.over) is not None:
+            text += self.stream.finish()
+            # The text held back until the end may hold the stop string's last part.
+            over = Finish.STOP if self.stream.stopped else over
+        return text, over
+
+    def usage(self) -> Usage:
+        """Token counts up to now."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens, completion_tokens=self.generated, cached_tokens=self.cached_tokens
+        )
+
+    def timings(self) -> Timings:
+        """Measured times up to now. Rates count what this engine did, not what it resumed."""
+        times = self.times
+        recomputed = self.prompt_tokens - self.cached_tokens
+        prefill_s = times.first_token_s - times.started_s
+        decode_s = times.last_token_s - times.first_token_s
+        drawn = self.generated - self.resumed
+        device, host, nvme = self.hits
+        return Timings(
+            ttft_ms=_ms(times.first_token_s - times.arrived_s) if times.first_token_s else 0.0,
+            prefill_tokens_per_s=recomputed / prefill_s if times.first_token_s and prefill_s > 0 else 0.0,
+            decode_tokens_per_s=(drawn - 1) / decode_s if drawn > 1 and decode_s > 0 else 0.0,
+            hit_device=device,
+            hit_host=host,
+            hit_nvme=nvme,
+            recomputed=recomputed,
+            queue_ms=_ms(times.admitted_s - times.arrived_s) if times.admitted_s else 0.0,
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000.0, 3)
+
+
+def _trim(hits: tuple[int, int, int], total: int) -> tuple[int, int, int]:
+    """Hits by tier, cut down to `total`. A run's end lies in the lowest tier it touches, so that is cut first."""
+    device, host, nvme = hits
+    excess = max(device + host + nvme - total, 0)
+    cut_nvme = min(nvme, excess)
+    cut_host = min(host, excess - cut_nvme)
+    return (device - (excess - cut_nvme - cut_host), host - cut_host, nvme - cut_nvme)

@@ -1,0 +1,222 @@
+"""What the next step does. Pure: a snapshot goes in, a plan comes out; no clock, no threads, no arrays.
+
+- Every decoding stream gets its one row in every step (continuous batching).
+- Prompt rows fill the rest. With nobody decoding that is the whole row budget; otherwise as many as keep the step near
+  `Limits.target_step_s` or twice a decode step, whichever is longer, by measured rates. So a long prompt slows running
+  streams at most by that much and never stops them.
+- Among prompts the oldest has half of the rows for sure (nothing starves it) and the shortest have the other half (a
+  long one does not make short ones wait).
+- Pages: a stream is admitted when its prompt fits beside what the active ones still need. When pages run out all the
+  same, the last in rank gives its pages back and waits. Rank never changes, so the first in rank always goes on, and no
+  two preempt each other in turn.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+MIN_PREFILL_ROWS = 4  # even on a slow machine two for the oldest and two for the shortest
+UNMEASURED_PREFILL_ROWS = 16
+SMOOTHING = 0.2  # weight of the newest step in the measured rates
+PATIENCE_S = 10.0  # later requests may pass one that waits for pages this long, then no more
+
+
+class Phase(enum.Enum):
+    """Where a request stands; see `request`."""
+
+    WAITING = "waiting"  # holds no pages
+    FETCHING = "fetching"  # pages leased, on their way to the device
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step may use. Raises ValueError when they contradict each other."""
+
+    max_rows: int
+    max_streams: int
+    page_tokens: int
+    target_step_s: float = 0.05  # 20 tokens a second and stream: faster than anybody reads
+
+    def __post_init__(self) -> None:
+        if self.max_streams < 1 or self.page_tokens < 1:
+            raise ValueError("max_streams and page_tokens must be positive")
+        if self.max_rows < self.max_streams + MIN_PREFILL_ROWS:
+            raise ValueError(f"max_rows ({self.max_rows}) must be at least max_streams + {MIN_PREFILL_ROWS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured seconds: of a step that only decodes, and of one prompt row beside it. 0: not measured."""
+
+    decode_s: float = 0.0
+    row_s: float = 0.0
+    mixed: bool = False  # whether row_s comes from steps that also decoded
+
+    def after(self, step_s: float, decode_rows: int, prefill_rows: int) -> Rates:
+        """The rates with one more step in them."""
+        if not prefill_rows:
+            return replace(self, decode_s=_smooth(self.decode_s, step_s)) if decode_rows else self
+        if decode_rows:
+            if not self.decode_s:
+                return self
+            marginal_s = max(step_s - self.decode_s, 1e-6) / prefill_rows
+            return replace(self, row_s=_smooth(self.row_s if self.mixed else 0.0, marginal_s), mixed=True)
+        if self.mixed:
+            return self
+        return replace(self, row_s=_smooth(self.row_s, step_s / prefill_rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What the scheduler knows of one request."""
+
+    id: int
+    rank: tuple[float, int]
+    phase: Phase
+    known_tokens: int  # prompt and generated
+    computed_tokens: int = 0
+    pages: int = 0  # device pages its lease holds
+    waited_s: float = 0.0  # in the queue
+
+    @property
+    def remaining(self) -> int:
+        """Rows to compute before the next token can be drawn."""
+        return self.known_tokens - self.computed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All requests, and the device pages that are free or could be made free."""
+
+    streams: tuple[Stream, ...]
+    free_pages: int
+    rates: Rates = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows `start` to `start + count` of one stream. `sample`: a token is drawn after the last of them."""
+
+    id: int
+    start: int
+    count: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Ids to preempt first, ids to admit then, and the rows to compute."""
+
+    preempt: tuple[int, ...]
+    admit: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def plan(snapshot: Snapshot, limits: Limits) -> Plan:
+    """The next step. Streams appear in it in order of rank."""
+    streams = sorted(snapshot.streams, key=lambda stream: stream.rank)
+    decoding = [stream for stream in streams if stream.phase is Phase.DECODE]
+    prefilling = [stream for stream in streams if stream.phase is Phase.PREFILL]
+    budget = min(prefill_rows(limits, snapshot.rates, len(decoding)), limits.max_rows - len(decoding))
+    rows = {stream.id: 1 for stream in decoding} | share(budget, prefilling)
+
+    free = snapshot.free_pages
+    preempt: list[int] = []
+    chunks: list[Chunk] = []
+    for stream in streams:
+        count = rows.get(stream.id, 0)
+        if not count or stream.id in preempt:
+            continue
+        count, needed = _fit(stream, count, free, limits.page_tokens)
+        if not count:
+            # What the victim frees may be shared with others, so the pages count from the next snapshot on.
+            if (last := victim(streams, stream, preempt)) is not None:
+                preempt.append(last)
+            continue
+        free -= needed
+        chunks.append(Chunk(stream.id, stream.computed_tokens, count, count == stream.remaining))
+    admit = () if preempt else _admit(streams, free, limits)
+    return Plan(tuple(preempt), admit, tuple(chunks))
+
+
+def prefill_rows(limits: Limits, rates: Rates, decoding: int) -> int:
+    """Prompt rows a step may hold beside `decoding` streams."""
+    if not decoding:
+        return limits.max_rows
+    if not (rates.row_s and rates.decode_s):
+        return UNMEASURED_PREFILL_ROWS
+    spare_s = max(2.0 * rates.decode_s, limits.target_step_s) - rates.decode_s
+    return max(int(min(spare_s / rates.row_s, limits.max_rows)), MIN_PREFILL_ROWS)
+
+
+def share(budget: int, prefilling: Iterable[Stream]) -> dict[int, int]:
+    """Rows by stream id: half for the first in rank, the rest to the shortest first."""
+    by_rank = sorted(prefilling, key=lambda stream: stream.rank)
+    rows: dict[int, int] = {}
+    if not by_rank or budget <= 0:
+        return rows
+    oldest = by_rank[0]
+    rows[oldest.id] = min(oldest.remaining, -(-budget // 2))
+    left = budget - rows[oldest.id]
+    for stream in sorted(by_rank, key=lambda stream: (stream.remaining, stream.rank)):
+        count = min(stream.remaining - rows.get(stream.id, 0), left)
+        if count > 0:
+            rows[stream.id] = rows.get(stream.id, 0) + count
+            left -= count
+    return rows
+
+
+def victim(streams: Iterable[Stream], needy: Stream, spared: Iterable[int] = ()) -> int | None:
+    """Whose pages `needy` may take: the last in rank that holds any and comes after it. None: it has to wait."""
+    holders = [
+        stream
+        for stream in streams
+        if stream.phase in (Phase.FETCHING, Phase.PREFILL, Phase.DECODE)
+        and stream.pages
+        and stream.rank > needy.rank
+        and stream.id not in spared
+    ]
+    return max(holders, key=lambda stream: stream.rank).id if holders else None
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // page_tokens)
+
+
+def _fit(stream: Stream, count: int, free: int, page_tokens: int) -> tuple[int, int]:
+    """(rows, new pages): as many of `count` rows as the pages of the stream and `free` more can hold."""
+    room = (stream.pages + free) * page_tokens - stream.computed_tokens
+    count = max(min(count, room), 0)
+    return count, max(pages_for(stream.computed_tokens + count, page_tokens) - stream.pages, 0)
+
+
+def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
+    """Waiting streams that may begin, in rank order."""
+    active = [stream for stream in streams if stream.phase in (Phase.FETCHING, Phase.PREFILL, Phase.DECODE)]
+    places = limits.max_streams - len(active)
+    # What the active ones still need for their known tokens, and a page each to go on.
+    free -= sum(max(pages_for(s.known_tokens, limits.page_tokens) + 1 - s.pages, 0) for s in active)
+    admitted: list[int] = []
+    for stream in streams:
+        if stream.phase is not Phase.WAITING:
+            continue
+        if not places:
+            break
+        needed = pages_for(stream.known_tokens + 1, limits.page_tokens)
+        if needed <= free or not (active or admitted):
+            admitted.append(stream.id)
+            free -= needed
+            places -= 1
+        elif stream.waited_s >= PATIENCE_S:
+            break  # nobody passes it any more
+    return tuple(admitted)
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if not old else old + SMOOTHING * (new - old)

@@ -1,0 +1,80 @@
+"""Events between the engine's reader and a client's task."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tierd.daemon.errors import Draining
+from tierd.daemon.inbox import EngineLost, Inbox, SlowReader
+from tierd.daemon.protocol import Event
+
+
+def text(words, *tokens):
+    return Event(1, "text", {"text": words, "tokens": list(tokens)})
+
+
+async def test_waiting_text_is_joined_and_order_is_kept():
+    inbox = Inbox()
+    for event in (Event(1, "accepted"), text("a", 1), text("b", 2, 3), Event(1, "done")):
+        inbox.put(event)
+    assert [(await inbox.get(1)).ev for _ in range(1)] == ["accepted"]
+    assert (await inbox.get(1)).data == {"text": "ab", "tokens": [1, 2, 3]}
+    assert (await inbox.get(1)).ev == "done"
+
+
+async def test_only_the_newest_progress_waits():
+    inbox = Inbox()
+    for done in range(1000):
+        inbox.put(Event(1, "progress", {"done": done}))
+    assert (await inbox.get(1)).data["done"] == 999
+    with pytest.raises(TimeoutError):
+        await inbox.get(0.01)
+
+
+async def test_nothing_comes_after_the_terminal_event():
+    inbox = Inbox()
+    for event in (Event(1, "done"), Event(1, "failed"), text("x", 1)):
+        inbox.put(event)
+    inbox.lose()
+    assert (await inbox.get(1)).ev == "done"
+    with pytest.raises(EngineLost):
+        await inbox.get(1)
+
+
+async def test_what_came_before_a_loss_is_delivered():
+    inbox = Inbox()
+    inbox.put(text("x", 1))
+    inbox.lose()
+    inbox.put(text("y", 2))
+    assert (await inbox.get(1)).data["text"] == "x"
+    with pytest.raises(EngineLost):
+        await inbox.get(1)
+
+
+async def test_a_reader_that_stands_still_costs_a_bounded_amount():
+    inbox = Inbox(max_bytes=1000)
+    for _ in range(100):
+        inbox.put(text("x" * 100, 1))
+    assert not inbox._pending
+    with pytest.raises(SlowReader):
+        await inbox.get(1)
+
+
+async def test_bytes_are_given_back_when_taken():
+    inbox = Inbox(max_bytes=1000)
+    for _ in range(100):
+        inbox.put(text("x" * 100, 1))
+        inbox.put(text("y" * 100, 1))
+        await inbox.get(1)
+    assert inbox._pending_bytes == 0
+
+
+async def test_an_error_of_the_daemon_ends_it():
+    inbox = Inbox()
+    waiting = asyncio.create_task(inbox.get(5))
+    await asyncio.sleep(0)
+    inbox.fail(Draining("bye"))
+    with pytest.raises(Draining):
+        await waiting

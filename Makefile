@@ -13,7 +13,7 @@ export PROMPT
 # Without a card nobody wants gigabytes of CUDA: the constraints file pins a CPU build of torch.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
-TEST_ENV := TIERD_TEST_MODELS=$(CURDIR)/.cache/test-models NUMBA_CACHE_DIR=$(CURDIR)/.cache/numba MYPYPATH=$(CURDIR)/.cache/mypy-path
+TEST_ENV := TIERD_TEST_MODELS=$(CURDIR)/.cache/test-models MYPYPATH=$(CURDIR)/.cache/mypy-path
 
 .PHONY: chat test test-long check fix bench clean
 

@@ -1,7 +1,8 @@
 """Page geometry: the only place that knows where a key or a value lies inside a page record.
 
 A record holds `page_tokens` tokens of all layers, keys and values, in one contiguous piece of memory with the same
-bytes in every tier: `[layer][K|V][kv_head][token][head_dim]`.
+bytes in every tier: `[layer][K|V][kv_head]`, then `[head_dim][token]` for keys and `[token][head_dim]` for values. With
+tokens innermost, scores of a page's 16 tokens are two vectors that walk along the head dimension, without a sum across lanes.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tierd.kernels.cpu.cache import cache_directory
+
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Before anything imports numba: compiled kernels are shared by all test runs.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(REPOSITORY / ".cache" / "numba"))
+# Before anything imports numba: compiled kernels are shared by all test runs, and by the daemons that tests start.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_directory(REPOSITORY / ".cache" / "numba")))
 
 MODEL = "smollm2-135m"
 GRACE_S = 2.0  # threads that were told to stop get this long to be gone

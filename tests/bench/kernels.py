@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside a measured roofline, and of a whole decoder of SmolLM2-135M's shape.
 
-    python tests/bench/kernels.py [--threads N] [--quick]
+    python tests/bench/kernels.py [--threads N] [--quick] [--only products|fp32|fp16|bf16]
 
 Weights are random: the figures depend on shapes and formats only. Each figure is the median of its repetitions; on a
 machine that does other work, look at the smallest of several runs.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,7 +19,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, TILE_BYTES, describe_matrix, matmul
 from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
+from tierd.kernels.cpu.team import PHASE_BYTES, PHASE_WORDS
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
 
@@ -126,27 +129,58 @@ def bench_prefill(decoder: CpuDecoder, arena: NDArray[np.uint8], repetitions: in
         print(f"  prefill  {tokens:4} in chunks of {chunk}: {1e3 * seconds:7.0f} ms, {tokens / seconds:6.1f} tokens/s")
 
 
-def bench_products(threads: int, roof: tuple[float, float], repetitions: int) -> None:
-    """Matrix products alone, as a one-layer decoder can't show them: through the same launch, see `products.py`."""
-    from products import Product  # beside this script
+@njit(nogil=True, cache=True)
+def _repeat(m, x, x_stride, y, y_stride, rows, phases, count, threads, tile):
+    for i in range(count):
+        matmul(
+            m, x, x_stride, y, y_stride, NO_RESIDUAL, NO_RESIDUAL, rows, phases + i * PHASE_BYTES, threads, tile
+        )
 
+
+def product_s(matrix: PackedMatrix, rows: int, threads: int, count: int) -> float:
+    """Seconds of one product of `rows` rows with the matrix: the best of five runs of `count` in a row."""
+    record = np.zeros((), MATRIX)[()]
+    describe_matrix(matrix, record)
+    x, y = np.ones((rows, matrix.cols), np.float32), np.zeros((rows, int(record["panels"]) * 16), np.float32)
+    tiles = np.zeros((threads, TILE_BYTES), np.uint8)
+
+    def run() -> float:
+        phases = np.zeros(count * PHASE_WORDS, np.int64)
+
+        def work(thread: int) -> None:
+            _repeat(
+                record, x.ctypes.data, x.strides[0], y.ctypes.data, y.strides[0], rows, phases.ctypes.data, count,
+                threads, tiles[thread].ctypes.data,
+            )  # fmt: skip
+
+        team = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+        start = time.perf_counter()
+        for thread in team:
+            thread.start()
+        for thread in team:
+            thread.join()
+        return (time.perf_counter() - start) / count
+
+    return min(run() for _ in range(5))
+
+
+def bench_products(threads: int, roof: tuple[float, float]) -> None:
+    """Matrix products of the decoder's shapes, 1 row and 512 rows. (The head is read from memory, the rest from the
+    caches.)"""
     rng = np.random.default_rng(0)
     for format in (WeightFormat.INT4_G32, WeightFormat.INT8_G32):
         for rows, cols in ((960, 576), (3072, 576), (576, 1536), (49152, 576)):
             matrix = random_matrix(rng, format, rows, cols)
-            with Product(matrix, max_rows=512, threads=threads) as product:
-                one, many = np.ones((1, cols), np.float32), np.ones((512, cols), np.float32)
-                decode_s = median_s(lambda p=product, x=one: p(x), 10 * repetitions)
-                rate = matrix.data.nbytes / decode_s
-                text = (
-                    f"  {format:8} {rows:5} x {cols:4}: 1 row {1e6 * decode_s:6.0f} us,"
-                    f" {rows * cols / decode_s / 1e9:5.1f} Gweights/s, {rate / 1e9:5.1f} GB/s ({rate / roof[0]:4.0%})"
-                )
-                if rows < 10000:
-                    prefill_s = median_s(lambda p=product, x=many: p(x), repetitions)
-                    flops = 2 * 512 * rows * cols / prefill_s
-                    text += f"; 512 rows {flops / 1e9:5.0f} GFLOP/s ({flops / roof[1]:4.0%} of sgemm)"
-                print(text)
+            decode_s = product_s(matrix, 1, threads, 500 if rows < 10000 else 20)
+            rate = matrix.data.nbytes / decode_s
+            text = (
+                f"  {format:8} {rows:5} x {cols:4}: 1 row {1e6 * decode_s:6.0f} us,"
+                f" {rows * cols / decode_s / 1e9:5.1f} Gweights/s, {rate / 1e9:5.1f} GB/s ({rate / roof[0]:4.0%})"
+            )
+            if rows < 10000:
+                flops = 2 * 512 * rows * cols / product_s(matrix, 512, threads, 4)
+                text += f"; 512 rows {flops / 1e9:5.0f} GFLOP/s ({flops / roof[1]:4.0%} of sgemm)"
+            print(text)
 
 
 def main() -> None:
@@ -162,9 +196,9 @@ def main() -> None:
     if arguments.only in (None, "products"):
         roof = roofline()
         print(f"roofline: {roof[0] / 1e9:.1f} GB/s read, {roof[1] / 1e9:.0f} GFLOP/s sgemm (numpy)")
-        bench_products(arguments.threads, roof, repetitions)
-    for page_format in ("fp32", "fp16"):
-        if arguments.only in (None, page_format):
+        bench_products(arguments.threads, roof)
+    for page_format in ("fp32", "fp16", "bf16"):
+        if arguments.only == page_format or (arguments.only is None and page_format != "bf16"):
             with synthetic_decoder(page_format, arguments.threads, 512) as decoder:
                 # Zeroed pages stand for the context that a decode step sees.
                 arena = np.zeros((8 * CONTEXT // 16, decoder.layout.record_bytes), np.uint8)

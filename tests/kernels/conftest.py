@@ -1,4 +1,4 @@
-"""The reference works on tiny matrices: torch's threads would cost more than they give, and spin beside the kernels'."""
+"""The reference works on tiny matrices: threads of torch would cost more than they give, and spin beside ours."""
 
 from __future__ import annotations
 

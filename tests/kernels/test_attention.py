@@ -59,7 +59,8 @@ class Case:
         job = np.zeros((), JOB)[()]
         values = {
             "heads": heads, "kv_heads": layout.kv_heads, "head_dim": head_dim, "threads": threads,
-            "page_format": PAGE_FORMAT_CODES[layout.format], "layer_bytes": layout.layer_elements * layout.element_bytes,
+            "page_format": PAGE_FORMAT_CODES[layout.format],
+            "layer_bytes": layout.layer_elements * layout.element_bytes,
             "head_bytes": layout.head_elements * layout.element_bytes,
             "plane_bytes": layout.plane_elements * layout.element_bytes,
             "block_queries": max_block_queries(head_dim, group), "qkv": scaled.ctypes.data,

@@ -1,0 +1,113 @@
+"""The whole forward pass as one launch: a list of phases that every thread of the team walks through."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from tierd.kernels.cpu.attention import attention
+from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, matmul
+from tierd.kernels.cpu.ops import activate, embed, norm, norm_logit_rows, rotate_and_write
+from tierd.kernels.cpu.team import PHASE_BYTES, await_launch, close_launch, enter, leave, open_launch
+
+LAYER = np.dtype(
+    [
+        ("attn_norm", np.int64),
+        ("q_norm", np.int64),  # 0 for none
+        ("k_norm", np.int64),
+        ("mlp_norm", np.int64),
+        ("window", np.int64),  # tokens, 0 for all
+        ("qkv", MATRIX),
+        ("o", MATRIX),
+        ("gate_up", MATRIX),
+        ("down", MATRIX),
+    ]
+)
+
+# Everything a launch needs. Addresses, strides in bytes, counts; the first part is set once, the second each launch.
+JOB = np.dtype(
+    [(name, np.int64) for name in ("num_layers", "hidden", "hidden_padded", "intermediate", "heads", "kv_heads")]
+    + [(name, np.int64) for name in ("head_dim", "page_format", "layer_bytes", "head_bytes", "plane_bytes")]
+    + [("norm_eps", np.float32), ("query_scale", np.float32)]
+    + [("embed", MATRIX), ("head", MATRIX)]
+    + [(name, np.int64) for name in ("final_norm", "cos", "sin", "rope_stride", "threads", "block_queries")]
+    + [(name, np.int64) for name in ("residual", "residual_stride", "normed", "qkv", "qkv_stride")]
+    + [(name, np.int64) for name in ("attended", "attended_stride", "gate_up", "gate_up_stride")]
+    + [(name, np.int64) for name in ("activated", "activated_stride", "product", "product_stride")]
+    + [(name, np.int64) for name in ("phases", "scratch", "scratch_stride", "tile")]
+    # each launch
+    + [(name, np.int64) for name in ("rows", "tokens", "positions", "row_seq", "page_table", "page_offsets")]
+    + [(name, np.int64) for name in ("arena", "record_bytes", "blocks", "num_blocks")]
+    + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
+)
+
+PHASES_PER_LAYER = 9
+_PHASES_AROUND = 3
+
+
+def num_phases(num_layers: int) -> int:
+    """Phases of a launch: the embedding, those of the layers, the final norm, the head."""
+    return PHASES_PER_LAYER * num_layers + _PHASES_AROUND
+
+
+@njit(nogil=True, cache=True)
+def _run(job, layers, worker):
+    """One thread's way through the launch."""
+    rows, threads = job.rows, job.threads
+    scratch = job.scratch + worker * job.scratch_stride
+    tile = scratch + job.tile
+    residual, residual_stride = job.residual, job.residual_stride
+    phase = job.phases
+    embed(job, phase)
+    phase += PHASE_BYTES
+    for index in range(job.num_layers):
+        layer = layers[index]
+        norm(job, layer.attn_norm, phase)
+        matmul(
+            layer.qkv, job.normed, residual_stride, job.qkv, job.qkv_stride, NO_RESIDUAL, NO_RESIDUAL, rows,
+            phase + PHASE_BYTES, threads, tile,
+        )  # fmt: skip
+        rotate_and_write(job, index, layer.q_norm, layer.k_norm, phase + 2 * PHASE_BYTES)
+        attention(job, index, layer.window, phase + 3 * PHASE_BYTES, scratch)
+        matmul(
+            layer.o, job.attended, job.attended_stride, job.product, job.product_stride, residual, residual_stride,
+            rows, phase + 4 * PHASE_BYTES, threads, tile,
+        )  # fmt: skip
+        norm(job, layer.mlp_norm, phase + 5 * PHASE_BYTES)
+        matmul(
+            layer.gate_up, job.normed, residual_stride, job.gate_up, job.gate_up_stride, NO_RESIDUAL, NO_RESIDUAL,
+            rows, phase + 6 * PHASE_BYTES, threads, tile,
+        )  # fmt: skip
+        activate(job, phase + 7 * PHASE_BYTES)
+        matmul(
+            layer.down, job.activated, job.activated_stride, job.product, job.product_stride, residual,
+            residual_stride, rows, phase + 8 * PHASE_BYTES, threads, tile,
+        )  # fmt: skip
+        phase += PHASES_PER_LAYER * PHASE_BYTES
+    norm_logit_rows(job, phase)
+    matmul(
+        job.head, job.normed, residual_stride, job.logits, job.logits_stride, NO_RESIDUAL, NO_RESIDUAL,
+        job.num_logits, phase + PHASE_BYTES, threads, tile,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def work(jobs, layers, control, worker):
+    """Worker 0, the caller: runs the job with whoever of the team is there, returns when it is done and all have left
+    it. The others: join every launch that they are in time for, until the team stops.
+
+    One function for both, because Numba optimizes all that a function calls once more with it: 4 s for this one.
+    """
+    if worker == 0:
+        open_launch(control)
+        _run(jobs[0], layers, worker)
+        close_launch(control)
+        return
+    seen = 0
+    while True:
+        seen = await_launch(control, seen)
+        if seen < 0:
+            return
+        if enter(control):
+            _run(jobs[0], layers, worker)
+            leave(control)

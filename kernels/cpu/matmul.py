@@ -1,0 +1,180 @@
+"""Matrix products of activations and packed weights: y[rows, outputs] = x[rows, cols] . w^T.
+
+A matrix is named by a record (`MATRIX`) of addresses and strides. Up to 4 rows go through the panels directly,
+dequantizing in registers: that is decoding, bound by memory. More rows share a float32 tile of 256 columns (16 KB:
+half of a first-level cache), dequantized once for up to 192 rows (192 x 256 floats of x stay in the second level).
+Every path adds up in the same order (see microkernel.py), so that they give the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from tierd.kernels.cpu.microkernel import FORMAT_CODES, dequantize, direct, tile_product
+from tierd.kernels.cpu.simd import add, load8, load_bf16, load_f32, load_fp16, load_i8, load_u32, store8, store_f32
+from tierd.kernels.cpu.team import finish, take, wait_for
+from tierd.kernels.packing import GROUP_COLS, PANEL_ROWS, PackedMatrix, WeightFormat, panels, sections
+
+_FP32, _BF16 = FORMAT_CODES[WeightFormat.FP32], FORMAT_CODES[WeightFormat.BF16]
+_INT8, _INT8_G32 = FORMAT_CODES[WeightFormat.INT8], FORMAT_CODES[WeightFormat.INT8_G32]
+
+MATRIX = np.dtype(
+    [
+        ("format", np.int64),
+        ("panels", np.int64),
+        ("cols", np.int64),
+        ("quants", np.int64),
+        ("panel_bytes", np.int64),  # from one panel's quants to the next
+        ("scales", np.int64),
+        ("minimums", np.int64),
+        ("scale_panel_bytes", np.int64),  # the same for scales, and for minimums
+        ("bias", np.int64),  # float32 [16 * panels], or 0
+    ]
+)
+
+TILE_COLS = 256
+TILE_BYTES = TILE_COLS * PANEL_ROWS * 4
+_BLOCK_ROWS = 192
+_GROUP_PANELS = 4  # panels that go through a block of rows while it is in the second-level cache
+_DIRECT_ROWS = 4
+_ITEM_PANELS = 16  # the most panels taken at once when decoding: some 10 us
+_PANEL_OUT_BYTES = np.int64(PANEL_ROWS * 4)  # typed: for a plain int Numba compiles a callee for that very value
+NO_RESIDUAL = np.int64(0)
+
+
+def describe_matrix(matrix: PackedMatrix, record: np.void) -> None:
+    """Fills a MATRIX record without a bias. The record holds addresses: the matrix must outlive it."""
+    at = sections(matrix.format, matrix.rows, matrix.cols)
+    base, count = matrix.data.ctypes.data, panels(matrix.rows)
+    record["format"] = FORMAT_CODES[matrix.format]
+    record["panels"] = count
+    record["cols"] = matrix.cols
+    record["quants"] = base
+    record["panel_bytes"] = at.quants_bytes // count
+    record["scales"] = base + at.scales_offset
+    record["minimums"] = base + at.minimums_offset
+    record["scale_panel_bytes"] = at.scales_bytes // count
+
+
+@njit(nogil=True, cache=True)
+def _decode_panels(m, x, x_stride, y, y_stride, rows, first, stop):
+    """Panels first..stop for 1 to 4 rows."""
+    p = first
+    while p < stop:
+        count = 2 if rows == 1 and p + 2 <= stop else 1
+        direct(
+            m.format, count, rows, m.quants + p * m.panel_bytes, m.panel_bytes,
+            m.scales + p * m.scale_panel_bytes, m.minimums + p * m.scale_panel_bytes, m.scale_panel_bytes,
+            x, x_stride, y + p * _PANEL_OUT_BYTES, y_stride, m.cols,
+        )  # fmt: skip
+        p += count
+
+
+@njit(nogil=True, cache=True)
+def _column_bytes(format):
+    """Bytes of 16 rows of one column."""
+    if format == _FP32:
+        return 64
+    if format == _BF16:
+        return 32
+    if format == _INT8 or format == _INT8_G32:
+        return 16
+    return 8
+
+
+@njit(nogil=True, cache=True)
+def _block_panels(m, x, x_stride, y, y_stride, rows, first, stop, tile):
+    """Panels first..stop for a block of rows."""
+    column_bytes = _column_bytes(m.format)
+    k = 0
+    while k < m.cols:
+        cols = min(TILE_COLS, m.cols - k)
+        scale_offset = 0 if m.format == _INT8 else k // GROUP_COLS * 32
+        for p in range(first, stop):
+            scale_at = p * m.scale_panel_bytes + scale_offset
+            dequantize(
+                m.format, m.quants + p * m.panel_bytes + k * column_bytes, m.scales + scale_at,
+                m.minimums + scale_at, cols, tile,
+            )  # fmt: skip
+            tile_product(
+                tile, _PANEL_OUT_BYTES, x + 4 * k, x_stride, y + p * _PANEL_OUT_BYTES, y_stride, cols, rows,
+                np.int64(k > 0),
+            )  # fmt: skip
+        k += cols
+
+
+@njit(nogil=True, cache=True)
+def _add_panels(m, y, y_stride, residual, residual_stride, rows, first, stop):
+    """Adds the bias to y, and y to the residual, for panels first..stop; either may be absent (0)."""
+    if m.bias == 0 and residual == 0:
+        return
+    for r in range(rows):
+        for i in range(2 * first, 2 * stop):
+            at = y + r * y_stride + 32 * i
+            v = load8(at)
+            if m.bias != 0:
+                v = add(v, load8(m.bias + 32 * i))
+                store8(at, v)
+            if residual != 0:
+                target = residual + r * residual_stride + 32 * i
+                store8(target, add(load8(target), v))
+
+
+@njit(nogil=True, cache=True)
+def matmul(m, x, x_stride, y, y_stride, residual, residual_stride, rows, phase, threads, tile):
+    """One phase: y = x . w^T + bias for `rows` rows, and residual += y unless that is NO_RESIDUAL.
+
+    Rows of y and of the residual have room for 16 * panels floats. `tile` is TILE_BYTES of this thread's own.
+    """
+    if rows <= _DIRECT_ROWS:
+        total = m.panels
+        count = max(1, min(_ITEM_PANELS, total // (8 * threads)))
+        first = take(phase, count)
+        while first < total and rows > 0:
+            stop = min(first + count, total)
+            _decode_panels(m, x, x_stride, y, y_stride, rows, first, stop)
+            _add_panels(m, y, y_stride, residual, residual_stride, rows, first, stop)
+            finish(phase, stop - first)
+            first = take(phase, count)
+        wait_for(phase, total if rows > 0 else 0)
+        return
+    blocks = (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+    groups = (m.panels + _GROUP_PANELS - 1) // _GROUP_PANELS
+    item = take(phase, 1)
+    while item < blocks * groups:
+        row, row_stop = rows * (item // groups) // blocks, rows * (item // groups + 1) // blocks
+        first = item % groups * _GROUP_PANELS
+        stop = min(first + _GROUP_PANELS, m.panels)
+        x_at, y_at = x + row * x_stride, y + row * y_stride
+        residual_at = residual + row * residual_stride if residual != 0 else NO_RESIDUAL
+        _block_panels(m, x_at, x_stride, y_at, y_stride, row_stop - row, first, stop, tile)
+        _add_panels(m, y_at, y_stride, residual_at, residual_stride, row_stop - row, first, stop)
+        finish(phase, 1)
+        item = take(phase, 1)
+    wait_for(phase, blocks * groups)
+
+
+@njit(nogil=True, cache=True)
+def gather_row(m, row, out):
+    """Writes row `row` of the matrix as float32: an embedding."""
+    panel, lane = row // PANEL_ROWS, row % PANEL_ROWS
+    quants = m.quants + panel * m.panel_bytes
+    scales = m.scales + panel * m.scale_panel_bytes
+    minimums = m.minimums + panel * m.scale_panel_bytes
+    for k in range(m.cols):
+        element = k * PANEL_ROWS + lane
+        group = (k // GROUP_COLS * PANEL_ROWS + lane) * 2
+        if m.format == _FP32:
+            value = load_f32(quants + 4 * element)
+        elif m.format == _BF16:
+            value = load_bf16(quants + 2 * element)
+        elif m.format == _INT8:
+            value = np.float32(load_i8(quants + element)) * load_f32(scales + 4 * lane)
+        elif m.format == _INT8_G32:
+            value = np.float32(load_i8(quants + element)) * load_fp16(scales + group)
+        else:
+            word = load_u32(quants + (k // 8 * PANEL_ROWS + lane) * 4)
+            q = np.float32((word >> np.uint32(4 * (k % 8))) & np.uint32(15))
+            value = q * load_fp16(scales + group) + load_fp16(minimums + group)
+        store_f32(out + 4 * k, value)

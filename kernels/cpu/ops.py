@@ -1,0 +1,162 @@
+"""The small operations between the matrix products, row by row: norms, RoPE and the write into pages, SwiGLU."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from tierd.kernels.cpu.attention import PAGE_FORMAT_CODES
+from tierd.kernels.cpu.matmul import gather_row
+from tierd.kernels.cpu.simd import (
+    add,
+    div,
+    exp8,
+    fma,
+    load8,
+    load_i32,
+    mul,
+    scatter8,
+    scatter8_bf16,
+    scatter8_fp16,
+    splat,
+    store8,
+    store8_bf16,
+    store8_fp16,
+    sub,
+    sum8,
+)
+from tierd.kernels.cpu.team import finish, take, wait_for
+
+_FP32, _FP16 = PAGE_FORMAT_CODES["fp32"], PAGE_FORMAT_CODES["fp16"]
+_PAGE_TOKENS = 16
+_ACTIVATION_COLS = 512  # columns of one item of `activate`
+
+
+@njit(nogil=True, cache=True)
+def _norm_row(x, weight, length, padded, eps, out):
+    """out = x / sqrt(mean of squares + eps) * weight over `length` values. Both arrays hold `padded` (a multiple of
+    8) values, those beyond `length` being zero in x. May work in place."""
+    squares = splat(np.float32(0))
+    for i in range(0, padded, 8):
+        v = load8(x + 4 * i)
+        squares = fma(v, v, squares)
+    scale = splat(np.float32(1) / np.sqrt(sum8(squares) / np.float32(length) + eps))
+    for i in range(0, padded, 8):
+        store8(out + 4 * i, mul(mul(load8(x + 4 * i), scale), load8(weight + 4 * i)))
+
+
+@njit(nogil=True, cache=True)
+def embed(job, phase):
+    """One phase: the rows of the residual stream become the embeddings of their tokens."""
+    row = take(phase, 1)
+    while row < job.rows:
+        gather_row(job.embed, load_i32(job.tokens + 4 * row), job.residual + row * job.residual_stride)
+        finish(phase, 1)
+        row = take(phase, 1)
+    wait_for(phase, job.rows)
+
+
+@njit(nogil=True, cache=True)
+def norm(job, weight, phase):
+    """One phase: normed = RMSNorm(residual), all rows."""
+    row = take(phase, 1)
+    while row < job.rows:
+        at = row * job.residual_stride
+        _norm_row(job.residual + at, weight, job.hidden, job.hidden_padded, job.norm_eps, job.normed + at)
+        finish(phase, 1)
+        row = take(phase, 1)
+    wait_for(phase, job.rows)
+
+
+@njit(nogil=True, cache=True)
+def norm_logit_rows(job, phase):
+    """One phase: the rows whose logits are wanted, normed, to the first rows of `normed`."""
+    item = take(phase, 1)
+    while item < job.num_logits:
+        source = job.residual + load_i32(job.logit_rows + 4 * item) * job.residual_stride
+        target = job.normed + item * job.residual_stride
+        _norm_row(source, job.final_norm, job.hidden, job.hidden_padded, job.norm_eps, target)
+        finish(phase, 1)
+        item = take(phase, 1)
+    wait_for(phase, job.num_logits)
+
+
+@njit(nogil=True, cache=True)
+def _rotate(x, cos, sin, head_dim, scale):
+    """RoPE on one head in place (the halves of a head are the pairs), and a factor."""
+    half = 2 * head_dim  # bytes
+    for d in range(0, half, 32):
+        c, s = load8(cos + d), load8(sin + d)
+        low, high = load8(x + d), load8(x + half + d)
+        store8(x + d, mul(sub(mul(low, c), mul(high, s)), splat(scale)))
+        store8(x + half + d, mul(add(mul(high, c), mul(low, s)), splat(scale)))
+
+
+@njit(nogil=True, cache=True)
+def _write_token(job, key, value, at, token):
+    """Writes one head's key (a column of the page) and value (a row), rounded to the page's format."""
+    head_dim = job.head_dim
+    values = at + job.plane_bytes
+    if job.page_format == _FP32:
+        for d in range(0, head_dim, 8):
+            scatter8(at + 4 * (d * _PAGE_TOKENS + token), 4 * _PAGE_TOKENS, load8(key + 4 * d))
+            store8(values + 4 * (token * head_dim + d), load8(value + 4 * d))
+    elif job.page_format == _FP16:
+        for d in range(0, head_dim, 8):
+            scatter8_fp16(at + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))
+            store8_fp16(values + 2 * (token * head_dim + d), load8(value + 4 * d))
+    else:
+        for d in range(0, head_dim, 8):
+            scatter8_bf16(at + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))
+            store8_bf16(values + 2 * (token * head_dim + d), load8(value + 4 * d))
+
+
+@njit(nogil=True, cache=True)
+def rotate_and_write(job, layer_index, q_norm, k_norm, phase):
+    """One phase: queries normed (optional), rotated and scaled in place; keys and values written into their pages."""
+    head_bytes = 4 * job.head_dim
+    row = take(phase, 1)
+    while row < job.rows:
+        position = load_i32(job.positions + 4 * row)
+        cos, sin = job.cos + position * job.rope_stride, job.sin + position * job.rope_stride
+        queries = job.qkv + row * job.qkv_stride
+        keys = queries + job.heads * head_bytes
+        values = keys + job.kv_heads * head_bytes
+        for head in range(job.heads):
+            at = queries + head * head_bytes
+            if q_norm != 0:
+                _norm_row(at, q_norm, job.head_dim, job.head_dim, job.norm_eps, at)
+            _rotate(at, cos, sin, job.head_dim, job.query_scale)
+        table = job.page_table + 4 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * row))
+        slot = load_i32(table + 4 * (position // _PAGE_TOKENS))
+        page = job.arena + slot * job.record_bytes + layer_index * job.layer_bytes
+        for head in range(job.kv_heads):
+            at = keys + head * head_bytes
+            if k_norm != 0:
+                _norm_row(at, k_norm, job.head_dim, job.head_dim, job.norm_eps, at)
+            _rotate(at, cos, sin, job.head_dim, np.float32(1))
+            _write_token(job, at, values + head * head_bytes, page + head * job.head_bytes, position % _PAGE_TOKENS)
+        finish(phase, 1)
+        row = take(phase, 1)
+    wait_for(phase, job.rows)
+
+
+@njit(nogil=True, cache=True)
+def activate(job, phase):
+    """One phase: activated = silu(gate) * up, silu(x) = x / (1 + e^-x)."""
+    chunks = (job.intermediate + _ACTIVATION_COLS - 1) // _ACTIVATION_COLS
+    total = job.rows * chunks
+    item = take(phase, 1)
+    while item < total:
+        row, first = item // chunks, item % chunks * _ACTIVATION_COLS
+        gate = job.gate_up + row * job.gate_up_stride
+        up = gate + 4 * job.intermediate
+        out = job.activated + row * job.activated_stride
+        # The last vector may run over the end of the row, into the room its stride leaves.
+        for i in range(first, min(first + _ACTIVATION_COLS, job.intermediate), 8):
+            g = load8(gate + 4 * i)
+            decayed = exp8(sub(splat(np.float32(0)), g))
+            store8(out + 4 * i, mul(div(g, add(splat(np.float32(1)), decayed)), load8(up + 4 * i)))
+        finish(phase, 1)
+        item = take(phase, 1)
+    wait_for(phase, total)

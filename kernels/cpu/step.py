@@ -1,0 +1,301 @@
+"""The decoder on the CPU: weights, scratch and threads of one model, and its forward pass over pages.
+
+The pass takes decode and prefill rows mixed. A row's logits, keys and values are the same bits whatever else is in
+the batch, however a prompt is cut into chunks, and on any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numba import from_dtype, types
+from numpy.typing import NDArray
+
+from tierd.kernels.cpu.attention import PAGE_FORMAT_CODES, attention, max_block_queries, scratch_bytes
+from tierd.kernels.cpu.batch import Batch, check_batch, row_blocks
+from tierd.kernels.cpu.forward import JOB, LAYER, num_phases, work
+from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, describe_matrix, matmul
+from tierd.kernels.cpu.microkernel import direct
+from tierd.kernels.cpu.team import PHASE_WORDS, Team
+from tierd.kernels.layout import PAGE_TOKENS, PageLayout
+from tierd.kernels.packing import PANEL_ROWS, PackedMatrix, WeightFormat, pack
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes of a decoder. `windows` holds one entry a layer: how many tokens a row sees, 0 for all."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    norm_eps: float
+    qk_norm: bool
+    windows: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not share {self.kv_heads} kv heads evenly")
+        if self.head_dim % PANEL_ROWS:
+            raise ValueError(f"head_dim must be a multiple of {PANEL_ROWS}, got {self.head_dim}")
+        if len(self.windows) != self.num_layers or min(self.windows) < 0:
+            raise ValueError(f"windows needs {self.num_layers} entries of at least 0, got {self.windows}")
+
+    @property
+    def qkv_rows(self) -> int:
+        """Outputs of the fused query, key and value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. `gate_up` holds the gate's rows first, then those of up; a bias or norm that is absent is None."""
+
+    attn_norm: Floats  # [hidden]
+    qkv: PackedMatrix  # queries, keys, values
+    o: PackedMatrix
+    mlp_norm: Floats  # [hidden]
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    qkv_bias: Floats | None = None
+    q_norm: Floats | None = None  # [head_dim]
+    k_norm: Floats | None = None  # [head_dim]
+    o_bias: Floats | None = None
+    gate_up_bias: Floats | None = None
+    down_bias: Floats | None = None
+
+
+class CpuDecoder:
+    """A decoder whose weights, scratch and threads are ready. `max_rows` bounds the rows, and the logits, of a pass.
+
+    `head` may be the matrix of `embed`. `cos` and `sin` [context, head_dim / 2] are the RoPE tables, pairs being
+    dimensions i and i + head_dim / 2. Raises ValueError for weights or tables that do not fit the shape.
+
+    Threading: one pass at a time. `close` (or leaving the `with` block) stops the threads; a decoder that is garbage
+    collected closes itself.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[LayerWeights],
+        embed: PackedMatrix,
+        final_norm: Floats,
+        head: PackedMatrix,
+        layout: PageLayout,
+        cos: Floats,
+        sin: Floats,
+        max_rows: int,
+        threads: int,
+    ) -> None:
+        _check_layout(shape, layout)
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+        if len(layers) != shape.num_layers:
+            raise ValueError(f"expected {shape.num_layers} layers, got {len(layers)}")
+        if cos.ndim != 2 or sin.shape != cos.shape or cos.shape[1] != shape.head_dim // 2 or not len(cos):
+            raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
+        self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
+        self._kept: list[object] = []  # what the records hold addresses of
+        self._jobs = np.zeros(1, JOB)
+        self._job: Any = self._jobs[0]
+        self._layers = np.zeros(shape.num_layers, LAYER)
+        self._set_shape(threads)
+        self._set_weights(layers, embed, final_norm, head)
+        for name, table in (("cos", cos), ("sin", sin)):
+            self._job[name] = self._keep(np.ascontiguousarray(table, np.float32))
+        self._job["rope_stride"] = 4 * cos.shape[1]
+        self._set_scratch(threads)
+        self._team = Team(threads, work, (self._jobs, self._layers))
+
+    def forward(
+        self,
+        arena: NDArray[np.uint8],
+        tokens: Ints,
+        positions: Ints,
+        row_seq: Ints,
+        page_table: Ints,
+        page_offsets: Ints,
+        logit_rows: Ints,
+    ) -> Floats:
+        """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
+
+        `arena` [slots, record_bytes] holds the pages. Row t is token `tokens[t]` at `positions[t]` of sequence
+        `row_seq[t]`, whose pages are `page_table[page_offsets[s]:page_offsets[s + 1]]` (slots of the arena). It sees
+        the tokens 0..positions[t] of its sequence, within the layer's window. The rows of a sequence are adjacent and
+        ascending. All index arrays are int32. Raises ValueError, before any memory is touched, for what doesn't fit.
+        """
+        if not self._team.close.alive:
+            raise ValueError("the decoder is closed")
+        batch = Batch(tokens, positions, row_seq, page_table, page_offsets, logit_rows)
+        if arena.ndim != 2 or arena.dtype != np.uint8 or not arena.flags.c_contiguous or not arena.flags.writeable:
+            raise ValueError(f"the arena must be a writable uint8 matrix, got {arena.dtype} {arena.shape}")
+        if arena.shape[1] < self.layout.payload_bytes:
+            raise ValueError(f"a record needs {self.layout.payload_bytes} bytes, the arena has {arena.shape[1]}")
+        check_batch(batch, len(arena), self.shape.vocab, self.context, self.max_rows)
+        job = self._job
+        blocks = row_blocks(batch, int(job["block_queries"]) * self.shape.kv_heads // self.shape.heads)
+        logits = np.empty((len(logit_rows), _padded(self.shape.vocab)), np.float32)
+        for name in ("tokens", "positions", "row_seq", "page_table", "page_offsets", "logit_rows"):
+            job[name] = getattr(batch, name).ctypes.data
+        job["rows"], job["num_logits"], job["num_blocks"] = len(tokens), len(logit_rows), len(blocks)
+        job["blocks"] = blocks.ctypes.data
+        job["arena"], job["record_bytes"] = arena.ctypes.data, arena.shape[1]
+        job["logits"], job["logits_stride"] = logits.ctypes.data, logits.strides[0]
+        self._phases[:] = 0
+        work(self._jobs, self._layers, self._team.address, 0)
+        return logits[:, : self.shape.vocab]
+
+    def close(self) -> None:
+        """Stops the threads. Afterwards `forward` raises ValueError; closing again does nothing."""
+        self._team.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @staticmethod
+    def warm_up(progress: Callable[[int, int], None]) -> None:
+        """Compiles the kernels, or loads them from Numba's cache; `progress(done, total)` counts stages."""
+        address = types.int64
+        stages: list[Callable[[], object]] = [
+            lambda: direct.compile((address,) * 13),
+            lambda: matmul.compile((from_dtype(MATRIX), *[address] * 10)),
+            lambda: attention.compile((from_dtype(JOB), *[address] * 4)),
+            _tiny_pass,
+        ]
+        for done, stage in enumerate(stages):
+            progress(done, len(stages))
+            stage()
+        progress(len(stages), len(stages))
+
+    def _keep(self, array: NDArray[Any]) -> int:
+        """Keeps the array alive as long as the decoder; its address."""
+        self._kept.append(array)
+        return array.ctypes.data
+
+    def _set_shape(self, threads: int) -> None:
+        shape, layout, job = self.shape, self.layout, self._job
+        for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "norm_eps"):
+            job[name] = getattr(shape, name)
+        job["hidden_padded"] = _padded(shape.hidden)
+        job["page_format"] = PAGE_FORMAT_CODES[layout.format]
+        job["layer_bytes"] = layout.layer_elements * layout.element_bytes
+        job["head_bytes"] = layout.head_elements * layout.element_bytes
+        job["plane_bytes"] = layout.plane_elements * layout.element_bytes
+        job["query_scale"] = 1 / math.sqrt(shape.head_dim)
+        job["threads"] = threads
+
+    def _set_weights(
+        self, layers: Sequence[LayerWeights], embed: PackedMatrix, final_norm: Floats, head: PackedMatrix
+    ) -> None:
+        shape = self.shape
+        attended = shape.heads * shape.head_dim
+        for layer, record, window in zip(layers, self._layers, shape.windows, strict=True):
+            record["window"] = window
+            record["attn_norm"] = self._vector("attn_norm", layer.attn_norm, shape.hidden)
+            record["mlp_norm"] = self._vector("mlp_norm", layer.mlp_norm, shape.hidden)
+            if (layer.q_norm is not None) != shape.qk_norm or (layer.k_norm is not None) != shape.qk_norm:
+                raise ValueError(f"qk_norm is {shape.qk_norm}, the layer's q_norm and k_norm say otherwise")
+            record["q_norm"] = self._vector("q_norm", layer.q_norm, shape.head_dim)
+            record["k_norm"] = self._vector("k_norm", layer.k_norm, shape.head_dim)
+            for name, rows, cols in (
+                ("qkv", shape.qkv_rows, shape.hidden),
+                ("o", shape.hidden, attended),
+                ("gate_up", 2 * shape.intermediate, shape.hidden),
+                ("down", shape.hidden, shape.intermediate),
+            ):
+                self._matrix(name, getattr(layer, name), rows, cols, record[name])
+                record[name]["bias"] = self._vector(f"{name}_bias", getattr(layer, f"{name}_bias"), rows)
+        self._matrix("embed", embed, shape.vocab, shape.hidden, self._job["embed"])
+        self._matrix("head", head, shape.vocab, shape.hidden, self._job["head"])
+        self._job["final_norm"] = self._vector("final_norm", final_norm, shape.hidden)
+
+    def _vector(self, name: str, vector: Floats | None, length: int) -> int:
+        """Address of a copy filled up with zeros to whole panels, 0 for None."""
+        if vector is None:
+            return 0
+        if vector.shape != (length,):
+            raise ValueError(f"{name} needs {length} values, got shape {vector.shape}")
+        padded = np.zeros(_padded(length), np.float32)
+        padded[:length] = vector
+        return self._keep(padded)
+
+    def _matrix(self, name: str, matrix: PackedMatrix, rows: int, cols: int, record: np.void) -> None:
+        if (matrix.rows, matrix.cols) != (rows, cols):
+            raise ValueError(f"{name} must be {rows} x {cols}, got {matrix.rows} x {matrix.cols}")
+        self._keep(matrix.data)
+        describe_matrix(matrix, record)
+
+    def _set_scratch(self, threads: int) -> None:
+        shape, job = self.shape, self._job
+        for buffer, stride, cols in (
+            ("residual", "residual_stride", shape.hidden),
+            ("normed", "residual_stride", shape.hidden),
+            ("product", "product_stride", shape.hidden),
+            ("qkv", "qkv_stride", shape.qkv_rows),
+            ("attended", "attended_stride", shape.heads * shape.head_dim),
+            ("gate_up", "gate_up_stride", 2 * shape.intermediate),
+            ("activated", "activated_stride", shape.intermediate),
+        ):
+            job[stride] = 4 * _padded(cols)
+            job[buffer] = self._aligned(self.max_rows * 4 * _padded(cols))
+        group = shape.heads // shape.kv_heads
+        job["block_queries"] = max_block_queries(shape.head_dim, group)
+        job["tile"] = -(-scratch_bytes(shape.head_dim, group) // 64) * 64
+        job["scratch_stride"] = job["tile"] + TILE_BYTES
+        job["scratch"] = self._aligned(threads * int(job["scratch_stride"]))
+        self._phases = np.zeros(num_phases(shape.num_layers) * PHASE_WORDS + 8, np.int64)
+        job["phases"] = -(-self._phases.ctypes.data // 64) * 64
+
+    def _aligned(self, count_bytes: int) -> int:
+        """Address of zeroed memory that starts on a cache line."""
+        address = self._keep(np.zeros(count_bytes + 64, np.uint8))
+        return -(-address // 64) * 64
+
+
+def _padded(count: int) -> int:
+    return -(-count // PANEL_ROWS) * PANEL_ROWS
+
+
+def _check_layout(shape: DecoderShape, layout: PageLayout) -> None:
+    if layout.page_tokens != PAGE_TOKENS:
+        raise ValueError(f"the CPU kernels take pages of {PAGE_TOKENS} tokens, got {layout.page_tokens}")
+    found = (layout.num_layers, layout.kv_heads, layout.head_dim)
+    if found != (shape.num_layers, shape.kv_heads, shape.head_dim):
+        raise ValueError(f"the page layout {layout.describe()} is not that of the decoder")
+
+
+def _tiny_pass() -> None:
+    """A pass through the smallest decoder there is: every kernel has one signature, so this compiles them all."""
+    shape = DecoderShape(1, 16, 16, 1, 1, 16, 16, 1e-5, False, (0,))
+    ones = np.ones(16, np.float32)
+
+    def matrix(rows: int) -> PackedMatrix:
+        return PackedMatrix(WeightFormat.FP32, rows, 16, pack(WeightFormat.FP32, np.ones((rows, 16), np.float32)))
+
+    layer = LayerWeights(ones, matrix(48), matrix(16), ones, matrix(32), matrix(16))
+    layout = PageLayout(1, 1, 16)
+    table = np.zeros((1, 8), np.float32)
+    zero = np.zeros(1, np.int32)
+    arena = np.zeros((1, layout.record_bytes), np.uint8)
+    with CpuDecoder(shape, [layer], matrix(16), ones, matrix(16), layout, table, table, 1, 1) as decoder:
+        decoder.forward(arena, zero, zero, zero, zero, np.array([0, 1], np.int32), zero)

@@ -1,0 +1,123 @@
+"""The slow twin of every kernel, in torch: what the fast ones are tested against.
+
+Written to be read. It computes each result in the most direct way, over whole matrices and one row at a time, and
+shares with the kernels only the weight and page layouts. It is not bit-equal to them: sums here go in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierd.kernels.layout import PageLayout
+from tierd.kernels.packing import PackedMatrix, unpack
+
+if TYPE_CHECKING:
+    from tierd.kernels.cpu.step import DecoderShape, LayerWeights
+
+_PAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def weights(matrix: PackedMatrix) -> torch.Tensor:  # [rows, cols]
+    """The float32 weights of a packed matrix."""
+    return torch.from_numpy(unpack(matrix.format, matrix.data, matrix.rows, matrix.cols))
+
+
+def matmul(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, cols] times the transposed matrix, plus a bias."""
+    y = x @ weights(matrix).T
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates heads x [rows, heads, head_dim]; cos and sin [rows, head_dim / 2]. The halves of a head are the pairs."""
+    low, high = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def pages(arena: NDArray[np.uint8], layout: PageLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the keys and the values of a layer in an arena, both as [slots, kv_heads, token, head_dim]."""
+    payload = torch.from_numpy(arena)[:, : layout.payload_bytes].view(_PAGE_DTYPES[layout.format])
+    planes = payload.view(len(arena), layout.num_layers, 2, layout.kv_heads, layout.head_elements)
+    keys = planes[:, layer, 0].view(len(arena), layout.kv_heads, layout.head_dim, layout.page_tokens)
+    values = planes[:, layer, 1].view(len(arena), layout.kv_heads, layout.page_tokens, layout.head_dim)
+    return keys.transpose(2, 3), values
+
+
+def attention(
+    queries: torch.Tensor,  # [rows, heads, head_dim], not scaled
+    keys: torch.Tensor,  # [slots, kv_heads, token, head_dim]
+    values: torch.Tensor,  # the same
+    positions: Sequence[int],
+    tables: Sequence[Sequence[int]],  # the pages of each row's sequence
+    window: int = 0,
+) -> torch.Tensor:  # [rows, heads, head_dim]
+    """Causal attention of each row over the pages of its sequence; `window` tokens back, or all for 0."""
+    out = torch.empty_like(queries)
+    group = queries.shape[1] // keys.shape[1]
+    for row, (position, table) in enumerate(zip(positions, tables, strict=True)):
+        first = max(0, position - window + 1) if window else 0
+        seen = slice(first, position + 1)
+        k = torch.cat([keys[slot] for slot in table], 1)[:, seen].float().repeat_interleave(group, 0)
+        v = torch.cat([values[slot] for slot in table], 1)[:, seen].float().repeat_interleave(group, 0)
+        scores = torch.einsum("hd,htd->ht", queries[row], k) / math.sqrt(queries.shape[2])
+        out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), v)
+    return out
+
+
+def forward(
+    shape: DecoderShape,
+    layers: Sequence[LayerWeights],
+    embed: PackedMatrix,
+    final_norm: NDArray[np.float32],
+    head: PackedMatrix,
+    layout: PageLayout,
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    arena: NDArray[np.uint8],
+    tokens: NDArray[np.int32],
+    positions: NDArray[np.int32],
+    row_seq: NDArray[np.int32],
+    page_table: NDArray[np.int32],
+    page_offsets: NDArray[np.int32],
+    logit_rows: NDArray[np.int32],
+) -> torch.Tensor:  # [logit rows, vocab]
+    """`CpuDecoder` as one function: writes the rows' keys and values into the arena and returns logits."""
+    at = torch.from_numpy(positions).long()
+    tables = [page_table[page_offsets[s] : page_offsets[s + 1]].tolist() for s in row_seq]
+    slots = torch.tensor([table[p // layout.page_tokens] for table, p in zip(tables, at.tolist(), strict=True)])
+    cos_rows, sin_rows = torch.from_numpy(cos)[at], torch.from_numpy(sin)[at]
+    x = weights(embed)[torch.from_numpy(tokens).long()]
+    for index, layer in enumerate(layers):
+        normed = rms_norm(x, torch.from_numpy(layer.attn_norm), shape.norm_eps)
+        heads = matmul(normed, layer.qkv, _optional(layer.qkv_bias)).view(len(tokens), -1, shape.head_dim)
+        q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, torch.from_numpy(layer.q_norm), shape.norm_eps)
+            k = rms_norm(k, torch.from_numpy(layer.k_norm), shape.norm_eps)
+        keys, values = pages(arena, layout, index)
+        keys[slots, :, at % layout.page_tokens] = rope(k, cos_rows, sin_rows).to(keys.dtype)
+        values[slots, :, at % layout.page_tokens] = v.to(values.dtype)
+        q = rope(q, cos_rows, sin_rows)
+        attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index])
+        x = x + matmul(attended.flatten(1), layer.o, _optional(layer.o_bias))
+        normed = rms_norm(x, torch.from_numpy(layer.mlp_norm), shape.norm_eps)
+        gate, up = matmul(normed, layer.gate_up, _optional(layer.gate_up_bias)).chunk(2, -1)
+        x = x + matmul(torch.nn.functional.silu(gate) * up, layer.down, _optional(layer.down_bias))
+    x = rms_norm(x[torch.from_numpy(logit_rows).long()], torch.from_numpy(final_norm), shape.norm_eps)
+    return matmul(x, head)
+
+
+def _optional(vector: NDArray[np.float32] | None) -> torch.Tensor | None:
+    return None if vector is None else torch.from_numpy(vector)

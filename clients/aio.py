@@ -14,16 +14,23 @@ from tierd.clients.common import (
     CONNECT_TIMEOUT_S,
     EVENT_TIMEOUT_S,
     RECEIVE_BYTES,
-    cancel_request,
     connect_error,
-    error_of,
-    generate_request,
-    is_terminal,
     lost_error,
     silence_error,
 )
 from tierd.daemon.errors import TierdError
-from tierd.daemon.protocol import Event, FrameDecoder, Request, Submit, encode, to_event
+from tierd.daemon.protocol import (
+    TERMINAL,
+    Event,
+    FrameDecoder,
+    Request,
+    Submit,
+    cancel_request,
+    encode,
+    error_of,
+    generate_request,
+    to_event,
+)
 
 INBOX_EVENTS = 256
 
@@ -171,7 +178,7 @@ class AsyncClient:
                 event = await self._next(inbox, op, wait_s)
                 if error := error_of(event):
                     raise error
-                if is_terminal(event):
+                if event.ev in TERMINAL:
                     return event.data
                 if event.ev == "progress" and on_progress is not None:
                     on_progress(event)
@@ -191,7 +198,7 @@ class AsyncClient:
             ended = False
             while not ended:
                 event = await self._next(inbox, "generate", wait_s)
-                ended = is_terminal(event)
+                ended = event.ev in TERMINAL
                 if error := error_of(event):
                     raise error
                 yield event

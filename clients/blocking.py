@@ -14,15 +14,22 @@ from tierd.clients.common import (
     CONNECT_TIMEOUT_S,
     EVENT_TIMEOUT_S,
     RECEIVE_BYTES,
-    cancel_request,
     connect_error,
-    error_of,
-    generate_request,
-    is_terminal,
     lost_error,
     silence_error,
 )
-from tierd.daemon.protocol import Event, FrameDecoder, Request, Submit, encode, to_event
+from tierd.daemon.protocol import (
+    TERMINAL,
+    Event,
+    FrameDecoder,
+    Request,
+    Submit,
+    cancel_request,
+    encode,
+    error_of,
+    generate_request,
+    to_event,
+)
 
 
 class Client:
@@ -92,7 +99,7 @@ class Client:
             event = self._receive(request.id, op, wait_s)
             if error := error_of(event):
                 raise error
-            if is_terminal(event):
+            if event.ev in TERMINAL:
                 return event.data
             if event.ev == "progress" and on_progress is not None:
                 on_progress(event)
@@ -112,7 +119,7 @@ class Client:
             ended = False
             while not ended:
                 event = self._receive(request.id, "generate", wait_s)
-                ended = is_terminal(event)
+                ended = event.ev in TERMINAL
                 if error := error_of(event):
                     raise error
                 yield event

@@ -1,14 +1,11 @@
-"""What both clients share: how a failed connection is told, and how an event becomes an error. No I/O."""
+"""What both clients share: their limits, and how a connection that fails is told. No I/O."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
 
-import msgspec
-
-from tierd.daemon.errors import DaemonUnreachable, PermissionDenied, TierdError, TimedOut, from_wire
-from tierd.daemon.protocol import TERMINAL, Event, Request, Submit
+from tierd.daemon.errors import DaemonUnreachable, PermissionDenied, TierdError, TimedOut
 
 RECEIVE_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 5.0
@@ -39,23 +36,3 @@ def lost_error(path: Path) -> DaemonUnreachable:
 def silence_error(what: str, timeout_s: float) -> TimedOut:
     """The error of an answer that did not come."""
     return TimedOut(f"no answer to {what!r} within {timeout_s:g} s", hint="see `tierd status` and `tierd logs`")
-
-
-def error_of(event: Event) -> TierdError | None:
-    """The typed error of a `refused` or `failed` event, None for all others."""
-    return from_wire(event.data) if event.ev in ("refused", "failed") else None
-
-
-def is_terminal(event: Event) -> bool:
-    """Whether this is the last event of its request."""
-    return event.ev in TERMINAL
-
-
-def generate_request(request_id: int, submit: Submit) -> Request:
-    """The frame that starts a generation."""
-    return Request(id=request_id, op="generate", args=msgspec.to_builtins(submit))
-
-
-def cancel_request(request_id: int, target: int) -> Request:
-    """The frame that stops the request `target` of this connection."""
-    return Request(id=request_id, op="cancel", args={"target": target})

@@ -20,17 +20,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from tierd.daemon.broadcast import Broadcast
-from tierd.daemon.errors import EngineFailed, ProtocolError, TierdError, TimedOut, from_wire
+from tierd.daemon.config import ENGINE_CONFIG_VARIABLE
+from tierd.daemon.errors import LOGS_HINT, EngineFailed, TierdError, TimedOut, from_wire
 from tierd.daemon.inbox import Inbox
-from tierd.daemon.protocol import Event, FrameDecoder, Request, Submit, encode, to_event
+from tierd.daemon.protocol import (
+    Event,
+    FrameDecoder,
+    Request,
+    Submit,
+    cancel_request,
+    encode,
+    generate_request,
+    to_event,
+)
 
 log = logging.getLogger("tierd.engine")
 
 WORKER = (sys.executable, "-m", "tierd.daemon.engine.worker")
-CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"
 READ_BYTES = 64 << 10
 TAIL_LINES = 20
 LINE_BYTES = 2048
@@ -111,7 +118,7 @@ class EngineProcess:
         stream_id, inbox = next(self._ids), Inbox()
         self._inboxes[stream_id] = inbox
         try:
-            await self._send(Request(stream_id, "generate", _args(submit)))
+            await self._send(generate_request(stream_id, submit))
         except BaseException:
             self.forget(stream_id)
             self.cancel(stream_id)
@@ -128,7 +135,7 @@ class EngineProcess:
         """Ask the engine to end a stream; it answers into the inbox, if there still is one."""
         if self._writer is not None and not self._writer.is_closing():
             # Not awaited: a client that is gone must not wait for a full pipe, and the frame is 40 bytes.
-            self._writer.write(encode(Request(next(self._ids), "cancel", {"target": stream_id})))
+            self._writer.write(encode(cancel_request(next(self._ids), stream_id)))
 
     async def call(self, op: str, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """A simple operation. Raises what the engine answers, EngineFailed when it dies, TimedOut."""
@@ -142,7 +149,8 @@ class EngineProcess:
                 await self._send(Request(call_id, op, dict(args)))
                 return await future
         except TimeoutError:
-            raise TimedOut(f"the engine of {self.model} did not answer {op!r} within {timeout_s:g} s") from None
+            what = f"the engine of {self.model} did not answer {op!r} within {timeout_s:g} s"
+            raise TimedOut(what, hint="see `tierd status` and `tierd logs`") from None
         finally:
             del self._calls[call_id]
             if is_use:
@@ -165,7 +173,7 @@ class EngineProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
-                    env={**_public_environment(), CONFIG_VARIABLE: config_json},
+                    env={**_public_environment(), ENGINE_CONFIG_VARIABLE: config_json},
                     pass_fds=(theirs.fileno(),),
                     # Ctrl-C in a terminal goes to the whole group; the front alone decides when an engine ends.
                     start_new_session=True,
@@ -178,7 +186,7 @@ class EngineProcess:
             reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BYTES)
             await self._read(reader)
         except OSError as exc:
-            self.error = self.error or EngineFailed(f"the engine could not be started: {exc.strerror}")
+            self.error = self.error or EngineFailed(f"the engine could not be started: {exc.strerror}", hint=LOGS_HINT)
         except asyncio.CancelledError:
             self.kill()
             raise
@@ -272,7 +280,7 @@ class EngineProcess:
                     self._handle(to_event(message))
         except ConnectionError:
             return
-        except (ProtocolError, TierdError, KeyError, TypeError) as exc:
+        except (TierdError, KeyError, TypeError) as exc:
             log.error("the engine of %s broke the protocol: %s", self.model, exc)
             self.kill()
 
@@ -343,8 +351,3 @@ def _without_internals(line: str) -> str:
 
 def _public_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _PRIVATE}
-
-
-def _args(submit: Submit) -> dict[str, Any]:
-    built: dict[str, Any] = msgspec.to_builtins(submit)
-    return built

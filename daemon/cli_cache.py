@@ -16,7 +16,6 @@ from tierd.daemon.cli_common import (
     connect_if_running,
     human_bytes,
     json_option,
-    kv_root,
     leave,
     load_settings,
     note,
@@ -25,6 +24,7 @@ from tierd.daemon.cli_common import (
     settings_options,
     yes_option,
 )
+from tierd.daemon.config import kv_root
 
 ACTION_TIMEOUT_S = 900.0  # verifying reads every stored page
 model_option = click.option("--model", help="Only this model; it is loaded if need be.")

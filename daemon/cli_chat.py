@@ -10,7 +10,7 @@ import msgspec
 
 from tierd.clients.blocking import Client
 from tierd.daemon import paths
-from tierd.daemon.cli_common import LOAD_TIMEOUT_S, Progress, note, print_error
+from tierd.daemon.cli_common import Progress, load_model, note, print_error
 from tierd.daemon.cli_run import with_turns
 from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError, suggest
 from tierd.daemon.protocol import Event, Message, Submit, to_submit
@@ -150,12 +150,8 @@ def converse(client: Client, template: Submit) -> None:
     """Read, send, show, until Ctrl-D or /exit."""
     conversation = Conversation(template)
     read = _prompt()
-    progress = Progress()
-    try:
-        # Loaded before the first question, so that its answer does not wait for what could have been done meanwhile.
-        client.call("load", model=template.model, on_progress=progress.on_event, wait_s=LOAD_TIMEOUT_S)
-    finally:
-        progress.finish()
+    # Loaded before the first question, so that its answer does not wait for what could have been done meanwhile.
+    load_model(client, template.model)
     note(f"{template.model}; /help lists the commands, Ctrl-D leaves")
     while True:
         try:

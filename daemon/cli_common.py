@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -21,7 +20,7 @@ from tierd.daemon.config_values import boolean
 from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError
 from tierd.daemon.protocol import Event
 
-LOAD_TIMEOUT_S = 900.0  # between two signs of progress of a model that comes up
+LOAD_SILENCE_S = 900.0  # between two signs of progress of a model that comes up
 
 Verb = Callable[..., None]
 
@@ -104,8 +103,18 @@ def confirm(question: str, *, yes: bool) -> None:
     """Ask before something is lost. Without a terminal nobody can answer: that is a usage error that names --yes."""
     if yes:
         return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not can_ask():
         raise BadRequest(f"{question} Nobody can be asked here.", hint="add --yes")
+    ask(question)
+
+
+def can_ask() -> bool:
+    """Whether a person is there to answer."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask(question: str) -> None:
+    """Return when the answer is yes; end the command otherwise."""
     note(f"{question} [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         leave(1)
@@ -177,6 +186,15 @@ class Progress:
             self._open_line = False
 
 
+def load_model(client: Client, model: str) -> dict[str, Any]:
+    """Have the daemon load a model, with its progress on the standard error; what its engine said when it was ready."""
+    progress = Progress()
+    try:
+        return client.call("load", model=model, on_progress=progress.on_event, wait_s=LOAD_SILENCE_S)
+    finally:
+        progress.finish()
+
+
 def _whole(value: object) -> int:
     return int(value) if isinstance(value, int | float) else 0
 
@@ -185,11 +203,6 @@ def _amount(done: int, total: int) -> str:
     if total >= 1_000_000:  # no count of tensors or kernels gets that large: these are bytes
         return f"{human_bytes(done)} of {human_bytes(total)}"
     return f"{done} of {total}" if total > 0 else ""
-
-
-def kv_root(settings: config.Settings) -> Path:
-    """Where the page stores lie, one directory a namespace."""
-    return settings.cache_dir / "kv"
 
 
 def given_flags(flags: Mapping[str, object]) -> list[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from tierd.daemon import paths
 from tierd.daemon.cli_common import (
-    LOAD_TIMEOUT_S,
-    Progress,
     connect,
     connect_if_running,
     given_flags,
@@ -18,6 +15,7 @@ from tierd.daemon.cli_common import (
     human_seconds,
     json_option,
     leave,
+    load_model,
     load_settings,
     note,
     print_json,
@@ -69,11 +67,7 @@ def start(flags: dict[str, Any], model: str | None) -> None:
         note(f"tierd started, pid {pid}, socket {settings.socket}")
     with client:
         if model is not None:
-            progress = Progress()
-            try:
-                client.call("load", model=model, on_progress=progress.on_event, wait_s=LOAD_TIMEOUT_S)
-            finally:
-                progress.finish()
+            load_model(client, model)
             note(f"{model} is ready")
 
 
@@ -146,13 +140,9 @@ def logs(lines: int, follow: bool, as_json: bool) -> None:
 
     file = paths.log_file()
     if not file.exists():
-        raise NotFound(f"no log at {file}", hint=_no_log_hint(file))
+        raise NotFound(f"no log at {file}", hint="the daemon writes there when it runs without a terminal")
     for line in last_lines(file, lines):
         print(line if as_json else readable(line))
     if follow:
         for line in follow_lines(file):
             print(line if as_json else readable(line), flush=True)
-
-
-def _no_log_hint(file: Path) -> str:
-    return f"the daemon writes there when it runs without a terminal (directory {file.parent})"

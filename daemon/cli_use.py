@@ -7,12 +7,11 @@ from typing import Any
 import click
 
 from tierd.daemon.cli_common import (
-    LOAD_TIMEOUT_S,
-    Progress,
     connect,
     human_bytes,
     human_seconds,
     json_option,
+    load_model,
     load_settings,
     note,
     print_json,
@@ -53,12 +52,8 @@ def ps(flags: dict[str, Any], as_json: bool) -> None:
 @json_option
 def load(flags: dict[str, Any], model: str, as_json: bool) -> None:
     """Load a model and return when it is ready."""
-    progress = Progress()
     with connect(load_settings(flags)) as client:
-        try:
-            result = client.call("load", model=model, on_progress=progress.on_event, wait_s=LOAD_TIMEOUT_S)
-        finally:
-            progress.finish()
+        result = load_model(client, model)
     if as_json:
         print_json(result)
     else:

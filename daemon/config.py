@@ -195,7 +195,7 @@ def _read_file(file: Path, *, must_exist: bool) -> dict[str, object]:
     except FileNotFoundError:
         raise BadConfig(f"no config file at {file}", hint="check TIERD_CONFIG") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise BadConfig(f"{file} is not valid TOML: {exc}") from None
+        raise BadConfig(f"{file} is not valid TOML: {exc}", hint="mend that line, or move the file away") from None
     except OSError as exc:
         raise BadConfig(f"cannot read {file}: {exc.strerror}", hint="check its owner and mode") from None
 
@@ -228,7 +228,6 @@ class Machine(NamedTuple):
     total_ram: int
     available_ram: int
     free_disk: int
-    has_gpu: bool = False
 
 
 class Sizes(NamedTuple):
@@ -244,20 +243,16 @@ _GB = 10**9
 _MIB = 1 << 20
 
 
-def auto_sizes(total_ram: int, available_ram: int, free_disk: int, has_gpu: bool = False) -> Sizes:
+def auto_sizes(total_ram: int, available_ram: int, free_disk: int) -> Sizes:
     """Sizes that suit a machine; pure.
 
-    Without a GPU both memory tiers lie in RAM, beside the weights: a quarter of what is available (at most 8 GB) for
-    the device arena, 15% (at most 16 GB) below it. With one, the device arena lies on the card, whose memory only the
-    engine knows: 0 says so, and CPU memory may take a quarter. The disk tier takes a tenth of the free disk (at most
-    50 GB), and 5% of it (at most 5 GB) stay free. Under 64 MiB a tier holds too few pages to be worth its misses: the
-    device arena never gets less, and the other two turn off.
+    Both memory tiers lie in RAM, beside the weights: a quarter of what is available (at most 8 GB) for the device
+    arena, 15% (at most 16 GB) below it. The disk tier takes a tenth of the free disk (at most 50 GB), and 5% of it (at
+    most 5 GB) stay free. Under 64 MiB a tier holds too few pages to be worth its misses: the device arena never gets
+    less, and the other two turn off.
     """
     usable = max(0, min(available_ram, total_ram))
-    if has_gpu:
-        device, host = 0, min(usable // 4, 32 * _GB)
-    else:
-        device, host = max(min(usable // 4, 8 * _GB), 64 * _MIB), min(usable * 15 // 100, 16 * _GB)
+    device, host = max(min(usable // 4, 8 * _GB), 64 * _MIB), min(usable * 15 // 100, 16 * _GB)
     min_free = min(free_disk // 20, 5 * _GB)
     nvme = min(free_disk // 10, 50 * _GB)
     return Sizes(device, _whole(host), _whole(nvme), min_free)
@@ -305,6 +300,14 @@ def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     return max(0, limit - used)
 
 
+def kv_root(settings: Settings) -> Path:
+    """Where the page stores lie, one directory a namespace."""
+    return settings.cache_dir / "kv"
+
+
+ENGINE_CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"  # how an `EngineConfig` gets to its process
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that an engine process is told, as JSON. Sizes in bytes, paths absolute."""
 
@@ -326,7 +329,7 @@ def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineCo
     """The config of an engine for one model."""
     return EngineConfig(
         model_dir=str(model_dir),
-        cache_dir=str(settings.cache_dir / "kv"),
+        cache_dir=str(kv_root(settings)),
         device_bytes=sizes.device_bytes,
         host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+MIN_CONTEXT_TOKENS = 16
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -71,9 +72,9 @@ def context_tokens(value: object) -> int:
         number = count(0, 1 << 24)(value)
     except ValueError:
         number = -1
-    if number == 0 or number >= 16:
+    if number == 0 or number >= MIN_CONTEXT_TOKENS:
         return number
-    raise ValueError("0 or a number of tokens from 16 on, such as 8192 or 32k")
+    raise ValueError(f"0 or a number of tokens from {MIN_CONTEXT_TOKENS} on, such as 8192 or 32k")
 
 
 def choice(*allowed: str) -> Callable[[object], str]:

@@ -56,7 +56,8 @@ class Door:
             sock.listen(BACKLOG)
         except OSError as exc:
             sock.close()
-            raise PermissionDenied(f"cannot listen at {self.path}: {exc.strerror}") from exc
+            hint = "choose another socket with --socket"
+            raise PermissionDenied(f"cannot listen at {self.path}: {exc.strerror}", hint=hint) from exc
         finally:
             os.umask(mask)
         self._inode = os.stat(self.path).st_ino
@@ -72,7 +73,7 @@ def _lock(path: Path, socket_path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as exc:
-        raise PermissionDenied(f"cannot open the lock {path}: {exc.strerror}") from exc
+        raise PermissionDenied(f"cannot open the lock {path}: {exc.strerror}", hint="check its owner and mode") from exc
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -19,7 +19,6 @@
     ├── DownloadFailed              a reference could not be fetched
     ├── OutOfSpace                  it does not fit: memory or disk
     ├── EngineFailed                the engine process died or gave up
-    ├── StoreProblem                the page store cannot be used
     ├── DaemonUnreachable           nobody answers at the socket
     ├── BadConfig                   a setting is unknown or wrong
     ├── TimedOut                    a deadline passed
@@ -33,6 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+LOGS_HINT = "`tierd logs` shows the details"
 
 
 class TierdError(Exception):
@@ -122,6 +123,15 @@ class Loading(TryLater):
 class Draining(TryLater):
     """The daemon is stopping and takes no new work."""
 
+    def __init__(
+        self,
+        message: str = "the daemon is stopping",
+        *,
+        hint: str | None = "ask again when it is back",
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
+
 
 class ModelInvalid(TierdError):
     """Model files that are broken, unsafe or of an unknown kind."""
@@ -137,10 +147,6 @@ class OutOfSpace(TierdError):
 
 class EngineFailed(TierdError):
     """The engine process died or gave up."""
-
-
-class StoreProblem(TierdError):
-    """The page store cannot be used."""
 
 
 class DaemonUnreachable(TierdError):
@@ -161,6 +167,15 @@ class Aborted(TierdError):
 
 class InternalError(TierdError):
     """Our fault. The details are in the log and nowhere else."""
+
+    def __init__(
+        self,
+        message: str = "something inside tierd failed",
+        *,
+        hint: str | None = LOGS_HINT,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, param=param)
 
 
 class Row(NamedTuple):
@@ -191,7 +206,6 @@ TABLE: Mapping[type[TierdError], Row] = {
     DownloadFailed: Row("download_failed", 502, 1),
     OutOfSpace: Row("out_of_space", 507, 1),
     EngineFailed: Row("engine_failed", 500, 1),
-    StoreProblem: Row("store_problem", 500, 1),
     DaemonUnreachable: Row("daemon_unreachable", 503, 69),
     BadConfig: Row("bad_config", 500, 78),
     TimedOut: Row("timed_out", 504, 1),
@@ -201,9 +215,6 @@ TABLE: Mapping[type[TierdError], Row] = {
 
 _BY_CODE = {row.code: cls for cls, row in TABLE.items()}
 
-_INTERNAL_MESSAGE = "something inside tierd failed"
-_INTERNAL_HINT = "`tierd logs` shows the details"
-
 
 def to_wire(exc: BaseException) -> dict[str, str]:
     """The map `{code, message, hint?, param?}` for any exception.
@@ -211,7 +222,7 @@ def to_wire(exc: BaseException) -> dict[str, str]:
     What is not a `TierdError` becomes `internal_error`: its text, which may hold paths or prompts, stays out.
     """
     if not isinstance(exc, TierdError):
-        exc = InternalError(_INTERNAL_MESSAGE, hint=_INTERNAL_HINT)
+        exc = InternalError()
     wire = {"code": exc.code, "message": exc.message}
     if exc.hint:
         wire["hint"] = exc.hint

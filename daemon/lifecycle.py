@@ -105,7 +105,7 @@ class _Daemon:
         left = await self._drain()
         if left:
             log.warning("%d requests are ended by the stop", left)
-            error = Draining("the daemon is stopping", hint="ask again when it is back")
+            error = Draining()
             self._supervisor.closing = True
             self._supervisor.changed.notify()
             for engine in self._supervisor.engines.values():
@@ -152,7 +152,7 @@ def _listen(listen: str, api_key: str) -> socket.socket | None:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
     except OSError as exc:
-        raise Conflict(f"cannot listen at {listen}: {exc.strerror}", param="listen") from None
+        raise _cannot_listen(listen, exc) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -160,11 +160,13 @@ def _listen(listen: str, api_key: str) -> socket.socket | None:
         sock.setblocking(False)
     except OSError as exc:
         sock.close()
-        raise Conflict(
-            f"cannot listen at {listen}: {exc.strerror}", hint="choose another port with --listen, or '' for none",
-            param="listen",
-        ) from None  # fmt: skip
+        raise _cannot_listen(listen, exc) from None
     return sock
+
+
+def _cannot_listen(listen: str, exc: OSError) -> Conflict:
+    hint = "choose another address with --listen, or '' for none"
+    return Conflict(f"cannot listen at {listen}: {exc.strerror}", hint=hint, param="listen")
 
 
 def _allow_many_files() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tierd.daemon.config_values import MIN_CONTEXT_TOKENS
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.protocol import Sampling, Submit
 
@@ -15,7 +16,6 @@ MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PENALTY = 100.0
-MIN_CONTEXT_TOKENS = 16
 MAX_PRIORITY = 100
 MAX_SEED = (1 << 63) - 1
 

@@ -10,7 +10,7 @@ import msgspec
 
 from tierd.daemon import kv_quota
 from tierd.daemon.child import EngineProcess
-from tierd.daemon.config import Settings, engine_config, probe_machine, resolve_sizes
+from tierd.daemon.config import Settings, engine_config, kv_root, probe_machine, resolve_sizes
 from tierd.daemon.supervisor import Model
 
 log = logging.getLogger("tierd.prepare")
@@ -21,7 +21,7 @@ class Preparer:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.root = settings.cache_dir / "kv"
+        self.root = kv_root(settings)
 
     async def __call__(self, model: Model) -> str:
         """An `EngineConfig` as JSON. Measures the disk, so it may take a while."""

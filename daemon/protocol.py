@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tierd.daemon.errors import BadRequest, ProtocolError, Unsupported, suggest
+from tierd.daemon.errors import BadRequest, ProtocolError, TierdError, Unsupported, from_wire, suggest
 
 VERSION = 1
 HEADER_BYTES = 4
@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How tokens are chosen. Ranges are checked by `service.check_submit`, once for all dialects."""
+    """How tokens are chosen. Ranges are checked by `limits.check_submit`, once for all dialects."""
 
     temperature: float | None = None  # None: the model's default (1.0 unless it says otherwise); 0 is greedy
     top_k: int = 0  # 0: off
@@ -95,7 +95,7 @@ class Request(msgspec.Struct, omit_defaults=True):
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """An answer frame.
+    """An answer frame. Under id 0 it is about the connection or the engine itself, not about a request.
 
     `ev`: `accepted` {prompt_tokens, cached_tokens}; `text` {text, tokens}; `progress` {stage, done, total, text};
     terminal: `done` {finish: stop|length, usage, timings}, `refused` {code, message}, `aborted` {usage},
@@ -296,6 +296,21 @@ def _envelope(message: Mapping[str, Any], cls: type[_M]) -> _M:
     if not 0 <= converted.id < 1 << 63:
         raise BadRequest("id must be an integer from 0 to 2**63 - 1", param="id")
     return converted
+
+
+def error_of(event: Event) -> TierdError | None:
+    """The typed error of a `refused` or `failed` event, None for all others."""
+    return from_wire(event.data) if event.ev in ("refused", "failed") else None
+
+
+def generate_request(request_id: int, submit: Submit) -> Request:
+    """The frame that starts a generation."""
+    return Request(id=request_id, op="generate", args=msgspec.to_builtins(submit))
+
+
+def cancel_request(request_id: int, target: int) -> Request:
+    """The frame that stops the request `target` of this connection."""
+    return Request(id=request_id, op="cancel", args={"target": target})
 
 
 _FRONT_ONLY = ("tenant", "resume")

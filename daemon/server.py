@@ -33,6 +33,7 @@ WRITE_TIMEOUT_S = 60.0  # for the client to take what was written
 PROGRESS_S = 0.5
 HEARTBEAT_S = 10.0  # clients give up after a minute without any event
 LAST_WORDS_S = 1.0
+_CLOSE_HINT = "try again when some have ended"
 
 
 class Server:
@@ -75,7 +76,8 @@ class Server:
                 log.warning("refused a connection of uid %d", uid)
                 return
             if len(self._tasks) > MAX_CONNECTIONS:
-                await connection.last_words(TooBusy(f"{MAX_CONNECTIONS} connections are open already"))
+                full = TooBusy(f"{MAX_CONNECTIONS} connections are open already", hint=_CLOSE_HINT)
+                await connection.last_words(full)
                 return
             connection.tenant = "" if uid == os.getuid() else f"uid:{uid}"
             await connection.serve(reader)
@@ -147,7 +149,7 @@ class _Connection:
                 answer_id = 0
                 raise BadRequest(f"request id {request.id} is in use on this connection", param="id")
             if len(self._open) >= MAX_REQUESTS:
-                raise TooBusy(f"{MAX_REQUESTS} requests run on this connection already")
+                raise TooBusy(f"{MAX_REQUESTS} requests run on this connection already", hint=_CLOSE_HINT)
         except TierdError as exc:
             await self._send(failure(answer_id, exc, accepted=False))
             return
@@ -205,7 +207,7 @@ class _Connection:
             raise
         except Exception:
             log.exception("operation %r failed", request.op)
-            event = failure(request.id, InternalError("something inside tierd failed"), accepted=False)
+            event = failure(request.id, InternalError(), accepted=False)
         finally:
             work.cancel()
         await self._send(event)

@@ -19,7 +19,7 @@ import msgspec
 
 from tierd.daemon import kv_quota, limits
 from tierd.daemon.child import EngineProcess, EngineState
-from tierd.daemon.config import Settings
+from tierd.daemon.config import Settings, kv_root
 from tierd.daemon.errors import (
     BadRequest,
     Conflict,
@@ -75,7 +75,7 @@ class Service:
         `tenant`: in whose name; two tenants never share a page.
         """
         if self.draining:
-            raise Draining("the daemon is stopping", hint="ask again when it is back")
+            raise Draining()
         bound = self.settings.max_streams + self.settings.max_queue
         if len(self._live) >= bound:
             raise TooBusy(f"{bound} requests run or wait already", hint="try again in a moment, or raise max_queue")
@@ -106,7 +106,7 @@ class Service:
         except Exception:
             log.exception("request %d failed", live.id)
             outcome = "failed"
-            yield Event(live.id, "failed", to_wire(InternalError("something inside tierd failed")))
+            yield Event(live.id, "failed", to_wire(InternalError()))
         finally:
             del self._live[live.id]
             ttft_s = None if live.first_text_s is None else live.first_text_s - live.started_s
@@ -140,7 +140,7 @@ class Service:
         listed = await asyncio.to_thread(catalog.list_models, self.settings.models_dir)
         return [
             {"name": item.name, "loaded": item.name in self._supervisor.engines, "problem": item.problem}
-            | (_summary(item.manifest) if item.manifest else {})
+            | (catalog.summary(item.manifest) if item.manifest else {})
             for item in listed
         ]
 
@@ -153,8 +153,7 @@ class Service:
             "loaded": directory.name in self._supervisor.engines,
             "spec": msgspec.to_builtins(manifest.spec),
             "sampling": msgspec.to_builtins(manifest.sampling),
-            "digest": manifest.digest,
-            **_summary(manifest),
+            **catalog.summary(manifest),
         }
 
     async def load(self, ref: str) -> dict[str, Any]:
@@ -195,7 +194,7 @@ class Service:
         Only an engine can read its store. Without a model the loaded ones are asked; the stores of the others are
         listed under `closed`, and `clear` removes them whole.
         """
-        root = self.settings.cache_dir / "kv"
+        root = kv_root(self.settings)
         if action == "ls":
             found = await asyncio.to_thread(kv_quota.namespaces, root)
             name = catalog.parse_ref(ref) if ref else None
@@ -305,17 +304,6 @@ async def _refresh(engine: EngineProcess) -> None:
         return
     with contextlib.suppress(TierdError):
         engine.status = await engine.call("status", {}, STATUS_TIMEOUT_S)
-
-
-def _summary(manifest: catalog.Manifest) -> dict[str, Any]:
-    return {
-        "source": manifest.source,
-        "family": manifest.spec.family,
-        "format": manifest.format,
-        "context": manifest.context,
-        "bytes": manifest.bytes,
-        "created_s": manifest.created_s,
-    }
 
 
 def _rss_bytes(pid: int | None) -> int:

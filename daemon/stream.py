@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
 from tierd.daemon.child import EngineProcess
-from tierd.daemon.errors import EngineFailed, TierdError, TimedOut
+from tierd.daemon.errors import LOGS_HINT, EngineFailed, TierdError, TimedOut
 from tierd.daemon.inbox import EngineLost, Inbox
 from tierd.daemon.protocol import TERMINAL, Event
 from tierd.daemon.resume import Live
@@ -74,7 +74,7 @@ class Stream:
                     raise EngineFailed(
                         f"the engine died {MAX_BARREN_DEATHS} times while it worked on this request: "
                         f"{running.engine.last_words()}",
-                        hint="`tierd logs` shows the details",
+                        hint=LOGS_HINT,
                     ) from None
 
     async def _until_submitted(self) -> AsyncGenerator[Event, None]:

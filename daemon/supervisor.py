@@ -18,7 +18,7 @@ from typing import Any
 
 from tierd.daemon.broadcast import Broadcast
 from tierd.daemon.child import WORKER, EngineProcess, EngineState
-from tierd.daemon.errors import Draining, EngineFailed, TierdError, TooBusy
+from tierd.daemon.errors import LOGS_HINT, Draining, EngineFailed, TierdError, TooBusy
 
 log = logging.getLogger("tierd.supervisor")
 
@@ -111,7 +111,7 @@ class Supervisor:
         The caller must use the engine before it awaits anything. Raises why the model does not come up, Draining.
         """
         if self.closing:
-            raise Draining("the daemon is stopping", hint="ask again when it is back")
+            raise Draining()
         now_s, name = time.monotonic(), waiter.model.name
         engine = self.engines.get(name)
         if engine is not None:
@@ -225,7 +225,7 @@ class Supervisor:
             engine.error = exc
         except Exception:
             log.exception("the engine of %s could not be prepared", model.name)
-            engine.error = EngineFailed(f"the engine of {model.name} could not be started")
+            engine.error = EngineFailed(f"the engine of {model.name} could not be started", hint=LOGS_HINT)
         finally:
             engine.state = EngineState.ENDED
             del self.engines[model.name]
@@ -251,7 +251,7 @@ class Supervisor:
         elif len(deaths) == CRASH_LIMIT and now_s - deaths[0] < CRASH_WINDOW_S:
             error = EngineFailed(
                 f"the engine of {name} died {CRASH_LIMIT} times within {CRASH_WINDOW_S:.0f} s; {engine.last_words()}",
-                hint="`tierd logs` shows the details",
+                hint=LOGS_HINT,
             )
             self._give_up(name, error, now_s)
         elif engine.was_ready:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels.packing import WeightFormat, unpack

@@ -14,11 +14,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+
+from tests.daemon_home import Home, collect
 from tierd.clients.blocking import Client
 from tierd.daemon.errors import TierdError
 from tierd.daemon.protocol import Message, Sampling, Submit
-
-from tests.daemon_home import Home, collect
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

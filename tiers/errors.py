@@ -2,8 +2,7 @@
 
 TierError
 ├── TierFull            the request can never fit this tier, whatever is evicted
-├── TierClosed          the tier was closed, or its owner died; nothing more comes
-│   └── MoverClosed     the mover stopped: the job did not run
+├── MoverClosed         the mover stopped: the job did not run
 ├── PageLost            the bytes of one page can't be trusted or are gone: a miss, recompute it
 └── StoreError
     ├── StoreLocked     another process owns the store directory
@@ -43,12 +42,8 @@ class TierFull(TierError):
     """The request can never fit this tier, whatever is evicted."""
 
 
-class TierClosed(TierError):
-    """The tier was closed, or the thread that served it died."""
-
-
-class MoverClosed(TierClosed):
-    """The mover stopped before the job ran."""
+class MoverClosed(TierError):
+    """The mover was closed, or one of its threads died, before the job ran."""
 
 
 class PageLost(TierError):

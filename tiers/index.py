@@ -20,7 +20,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.tiers.errors import StoreBroken, StoreFull
+from tierd.tiers.keys import KEY_BYTES, TOKEN_BYTES
 from tierd.tiers.page import PageKey
 from tierd.tiers.slot import FORMAT_VERSION, MAX_PAGE_TOKENS
 from tierd.tiers.store_io import StoreIO
@@ -38,10 +40,11 @@ _SCHEMA = {
 }
 # What every row must be; a row that is not is a damaged one, and its page a miss.
 _SOUND_ROW = f"""typeof(slot) = 'integer' AND slot >= 0
-    AND typeof(key) = 'blob' AND length(key) = 16 AND typeof(parent) = 'blob' AND length(parent) = 16
-    AND typeof(tokens) = 'blob' AND length(tokens) % 4 = 0 AND length(tokens) BETWEEN 4 AND {4 * MAX_PAGE_TOKENS}
-    AND typeof(generation) = 'integer' AND generation >= 0
-    AND typeof(hits) = 'integer' AND hits >= 0 AND typeof(last_use_s) = 'real' AND abs(last_use_s) < 1e300"""
+    AND typeof(key) = 'blob' AND length(key) = {KEY_BYTES} AND typeof(parent) = 'blob' AND length(parent) = {KEY_BYTES}
+    AND typeof(tokens) = 'blob' AND length(tokens) % {TOKEN_BYTES} = 0
+    AND length(tokens) BETWEEN {TOKEN_BYTES} AND {TOKEN_BYTES * MAX_PAGE_TOKENS}
+    AND typeof(generation) = 'integer' AND generation >= 0 AND typeof(hits) = 'integer' AND hits >= 0
+    AND typeof(last_use_s) = 'real' AND abs(last_use_s) < 1e300"""
 _MAX_OPENS = (1 << 31) - 1  # the upper half of a generation, which SQLite holds in 63 bits
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT)
 _CHUNK_ROWS = 4096
@@ -49,14 +52,9 @@ MAX_TOUCHES = 4096  # kept in memory: they are worth no sync of their own, and a
 # Codes that speak of the disk or the process. Any other while opening means that the content is not to be used; so does
 # "read only", which a flipped byte of the file's header causes (a directory that can't be written fails before).
 _NOT_CONTENT = (
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-)
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class Index:
         unpack = [struct.Struct(f"<{count}I").unpack for count in range(MAX_PAGE_TOKENS + 1)]
         for chunk in self._chunks("slot, key, parent, tokens, hits, last_use_s"):
             for _, key, parent, tokens, hits, last_use_s in chunk:
-                yield PageMeta(key, parent, unpack[len(tokens) >> 2](tokens), hits, last_use_s)
+                yield PageMeta(key, parent, unpack[len(tokens) // TOKEN_BYTES](tokens), hits, last_use_s)
 
     def _chunks(self, columns: str) -> Iterator[list[tuple[Any, ...]]]:
         """All rows by slot in chunks: no transaction stays open between two of them."""

@@ -13,7 +13,6 @@ from tierd.tiers.keys import pack_tokens, page_key, salted_root
 from tierd.tiers.lease import Lease, LeaseState, TailCopy
 from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey, Tier
-from tierd.tiers.policy import RecomputeCost
 from tierd.tiers.prefix import Node, PrefixIndex
 from tierd.tiers.promote import Promoter
 from tierd.tiers.residency import Residency
@@ -41,7 +40,6 @@ class Pager:
         mover: moves the bytes. The pager closes it.
         clock: seconds, never going back.
         events: called with ("notice", {"text": ...}) when a tier is turned off or is full.
-        cost: what computing a token takes, to weigh pages.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Pager:
         mover: Mover,
         clock: Callable[[], float],
         events: Callable[[str, dict[str, object]], None],
-        cost: RecomputeCost | None = None,
     ) -> None:
         for arena in (device, host):
             if arena is not None and arena.record_bytes != layout_record_bytes:
@@ -69,7 +66,7 @@ class Pager:
         self.mover = mover
         self.index = PrefixIndex(page_tokens)
         slots = store.capacity_slots if store is not None else 0
-        self.residency = Residency(self.index, device, self.host, slots, cost)
+        self.residency = Residency(self.index, device, self.host, slots)
         self.writeback = Writeback(self.residency, store, mover, self._notice, self._written)
         self.evictor = Evictor(self.residency, mover, self.writeback)
         self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback)

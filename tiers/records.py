@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 
 import numpy as np
 import xxhash
+
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.index import PageMeta, Row, check_usage
+from tierd.tiers.keys import KEY_BYTES, TOKEN_BYTES, pack_tokens
 from tierd.tiers.slab import Slabs
 from tierd.tiers.slot import (
     HEADER_BYTES,
@@ -86,7 +87,7 @@ class Records:
             key=row.key,
             parent=row.parent,
             token_digest=token_digest(row.tokens),
-            token_count=len(row.tokens) // 4,
+            token_count=len(row.tokens) // TOKEN_BYTES,
             slot=row.slot,
             generation=row.generation,
             payload_bytes=self.record_bytes,
@@ -106,15 +107,12 @@ class Records:
 
 def pack_page(meta: PageMeta, record: Buffer, record_bytes: int) -> tuple[PageMeta, bytes, Bytes]:
     """A page with its tokens and its record as they go to disk. Raises ValueError for one that can't be stored."""
-    if len(meta.key) != 16 or len(meta.parent) != 16:
-        raise ValueError("keys are 16 bytes")
+    if len(meta.key) != KEY_BYTES or len(meta.parent) != KEY_BYTES:
+        raise ValueError(f"keys are {KEY_BYTES} bytes")
     if not 1 <= len(meta.tokens) <= MAX_PAGE_TOKENS:
         raise ValueError(f"a page of {len(meta.tokens)} tokens")
     check_usage(meta.hits, meta.last_use_s)
-    try:
-        tokens = struct.pack(f"<{len(meta.tokens)}I", *meta.tokens)
-    except struct.error as exc:
-        raise ValueError(f"a token id is not in 32 bits: {exc}") from exc
+    tokens = pack_tokens(meta.tokens)
     view: Bytes = np.frombuffer(record, dtype=np.uint8)
     if len(view) != record_bytes:
         raise ValueError(f"a record of {len(view)} bytes, not {record_bytes}")

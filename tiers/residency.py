@@ -21,24 +21,21 @@ class Residency:
         index: the pages that are known.
         device, host: the arenas; a host arena of 0 slots is a tier that is off.
         store_slots: pages the store can hold; 0 without a store.
-        cost: what it takes to compute a page again.
     """
 
-    def __init__(
-        self, index: PrefixIndex, device: Arena, host: Arena, store_slots: int, cost: RecomputeCost | None = None
-    ) -> None:
+    def __init__(self, index: PrefixIndex, device: Arena, host: Arena, store_slots: int) -> None:
         self.index = index
         self.device = device
         self.host = host
         self.store_slots = store_slots
-        self.cost = cost or RecomputeCost()
+        self._cost = RecomputeCost()
         self.durable_pages = 0
         self.durable_pinned = 0
         self.dropped_rows: dict[PageKey, None] = {}  # rows of the store to delete; in order, each once
         self.dirty: OrderedDict[PageKey, Node] = OrderedDict()  # pages to write to the store; the oldest first
         self.evictions = [0, 0, 0]  # copies dropped to make room, by tier
         self.heaps = [
-            VictimHeap[Node](1 << tier, partial(self._evictable, tier), partial(self._value, tier)) for tier in Tier
+            VictimHeap[Node](1 << tier, partial(self.evictable, tier=tier), partial(self._value, tier)) for tier in Tier
         ]
 
     def place(self, node: Node, tier: Tier, slot: int) -> None:
@@ -184,13 +181,6 @@ class Residency:
 
     def evictable(self, node: Node, tier: Tier) -> bool:
         """Whether the copy may go now: idle, nothing in flight, and no child in this tier (tails before heads)."""
-        return self._evictable(tier, node)
-
-    def _remove(self, node: Node) -> None:
-        self.dirty.pop(node.key, None)
-        self.index.remove(node)
-
-    def _evictable(self, tier: Tier, node: Node) -> bool:
         return (
             node.alive
             and node.is_in(tier)
@@ -201,12 +191,16 @@ class Residency:
             and (not node.kids[tier] or (tier is Tier.HOST and node.device >= 0))
         )
 
+    def _remove(self, node: Node) -> None:
+        self.dirty.pop(node.key, None)
+        self.index.remove(node)
+
     def _value(self, tier: Tier, node: Node) -> float:
         if tier is Tier.HOST and node.device >= 0:
             return _DUPLICATE + node.last_use_s
         tokens = node.num_tokens
         position = node.depth * tokens
-        return rank(node.last_use_s, node.hits, tokens, position, self.device.record_bytes, self.cost)
+        return rank(node.last_use_s, node.hits, tokens, position, self.device.record_bytes, self._cost)
 
     def _is_superseded(self, node: Node) -> bool:
         is_partial = len(node.packed) < self.index.page_bytes

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.tiers.errors import StoreBroken, StoreFull
 from tierd.tiers.slot import SlotGeometry
 from tierd.tiers.store_io import ALIGN_BYTES, Buffer, StoreIO, aligned_block, is_full, read_full, write_full

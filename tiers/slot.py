@@ -11,6 +11,7 @@ import struct
 from dataclasses import dataclass
 
 import xxhash
+
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.store_io import ALIGN_BYTES, Bytes
 
@@ -18,6 +19,8 @@ MAGIC = b"tierdkv\0"
 FORMAT_VERSION = 1
 HEADER_BYTES = 4096
 MAX_PAGE_TOKENS = 1024
+FILE_BYTES = 4 << 30
+STEP_BYTES = 64 << 20
 
 # magic, version, token count | namespace, key, parent, token digest | slot, generation, payload bytes, payload XXH3-64
 _HEADER = struct.Struct("<8sII16s16s16s16sQQQQ")
@@ -101,17 +104,20 @@ class SlotGeometry:
     """
 
     record_bytes: int
-    file_bytes: int = 4 << 30
-    step_bytes: int = 64 << 20
+    file_bytes: int = FILE_BYTES
+    step_bytes: int = STEP_BYTES
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
         return HEADER_BYTES + -(-self.record_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
     @property
     def file_slots(self) -> int:
+        """Slots of a whole slab file."""
         return max(1, self.file_bytes // self.slot_bytes)
 
     @property
     def step_slots(self) -> int:
+        """Slots that a file grows by."""
         return max(1, self.step_bytes // self.slot_bytes)

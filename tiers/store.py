@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
+
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreError, StoreFull
 from tierd.tiers.index import ASIDE_NAMES, PageMeta, Row, is_damage, set_aside
 from tierd.tiers.opening import OpenStore, open_store
 from tierd.tiers.page import PageKey
 from tierd.tiers.records import Records, pack_page
-from tierd.tiers.slot import SlotGeometry
+from tierd.tiers.slot import FILE_BYTES, STEP_BYTES, SlotGeometry
 from tierd.tiers.store_io import Buffer, Bytes, OsIO, StoreIO, aligned_block, is_full
 
 T = TypeVar("T")
@@ -92,8 +93,8 @@ class Store:
         capacity_bytes: int,
         min_free_bytes: int = 0,
         io: StoreIO | None = None,
-        file_bytes: int = 4 << 30,
-        step_bytes: int = 64 << 20,
+        file_bytes: int = FILE_BYTES,
+        step_bytes: int = STEP_BYTES,
     ) -> Self:
         """Open the store of a directory, or make one.
 
@@ -168,7 +169,7 @@ class Store:
         """
         if dest.dtype != np.uint8 or dest.shape != (self._record_bytes,) or not dest.flags.c_contiguous:
             raise ValueError(f"dest is {dest.dtype}{dest.shape}, not uint8[{self._record_bytes}]")
-        with self._reading():
+        with self._reading(), contextlib.ExitStack() as stack:
             for _ in range(2):
                 row = self._lookup(key)
                 if row is None:
@@ -181,7 +182,8 @@ class Store:
                     return
                 if self._drop(row):
                     raise lost
-                # The owner removed or rewrote the page while we read: no fault of the slot. Look once more.
+                # The owner removed or rewrote the page while we read: no fault of the slot. Once more, without writers.
+                stack.enter_context(self._lock)
         raise PageLost(LostReason.STORE_OFF if self._failure else LostReason.ABSENT)
 
     def remove(self, keys: Iterable[PageKey]) -> None:

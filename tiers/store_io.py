@@ -12,17 +12,20 @@ import mmap
 import os
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.tiers.errors import StoreBroken, StoreLocked
 
 ALIGN_BYTES = 4096  # O_DIRECT wants offsets, lengths and addresses in logical blocks; no device has larger ones
 SQLITE_BUSY_S = 5.0
 MAX_STALLS = 64  # transfers in a row that moved nothing before we call it an error
+_LOOK_S = 0.05
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Buffer: TypeAlias = Bytes | memoryview
@@ -64,7 +67,12 @@ class OsIO:
         os.close(fd)
 
     def flock(self, fd: int) -> None:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Somebody who only looks whether the store is in use holds it for microseconds. An owner keeps it.
+            time.sleep(_LOOK_S)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)

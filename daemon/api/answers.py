@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from tierd.daemon.api import openai
-from tierd.daemon.errors import EngineFailed, TierdError, TryLater, Unauthorized
+from tierd.daemon.errors import TierdError, TryLater, Unauthorized
 
 RETRY_AFTER_S = 2
 
@@ -16,7 +16,7 @@ RETRY_AFTER_S = 2
 def error_response(exc: TierdError, *, status: int | None = None) -> web.Response:
     """An error before anything was sent."""
     headers = {}
-    if not openai.should_retry(exc) and not isinstance(exc, EngineFailed):
+    if not openai.should_retry(exc):
         headers["x-should-retry"] = "false"
     if isinstance(exc, TryLater):
         headers["Retry-After"] = str(RETRY_AFTER_S)

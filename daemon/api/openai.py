@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from tierd.daemon.errors import BadRequest, TierdError, TryLater, Unsupported, suggest
+from tierd.daemon.errors import BadRequest, EngineFailed, TierdError, TryLater, Unsupported, suggest
 from tierd.daemon.protocol import Message, Sampling, Submit
 
 COMPLETION_MAX_TOKENS = 16  # the documented default of /v1/completions; chat runs to the end of the context
@@ -300,4 +300,4 @@ def error(exc: TierdError) -> dict[str, Any]:
 
 def should_retry(exc: TierdError) -> bool:
     """Whether the same request can succeed later. SDKs retry every 409, 429 and 5xx unless they are told not to."""
-    return isinstance(exc, TryLater)
+    return isinstance(exc, TryLater | EngineFailed)

@@ -16,9 +16,9 @@ from tierd.daemon import metrics
 from tierd.daemon.api import openai
 from tierd.daemon.api.answers import json_response
 from tierd.daemon.api.openai import Call, Shape
-from tierd.daemon.errors import Aborted, BadRequest, TierdError, TimedOut, from_wire
+from tierd.daemon.errors import Aborted, BadRequest, TimedOut
 from tierd.daemon.inbox import SlowReader
-from tierd.daemon.protocol import Event
+from tierd.daemon.protocol import Event, error_of
 from tierd.daemon.service import Service
 from tierd.daemon.version import version
 
@@ -114,7 +114,7 @@ async def _collect(events: AsyncGenerator[Event, None], shape: Shape) -> dict[st
             texts.append(event.data["text"])
         elif event.ev == "done":
             return shape.whole("".join(texts), event.data)
-        elif error := _error_of(event):
+        elif error := error_of(event):
             raise error
     raise Aborted("the generation was stopped")
 
@@ -163,7 +163,7 @@ class _Sse:
                 await self._write(b"".join(map(_data, pieces)) + b"data: [DONE]\n\n")
                 return True
             case "refused" | "failed" | "aborted":
-                error = _error_of(event) or Aborted("the generation was stopped")
+                error = error_of(event) or Aborted("the generation was stopped")
                 if not self._response.prepared:
                     raise error
                 await self._write(_data(openai.error(error)))
@@ -185,7 +185,3 @@ class _Sse:
 
 def _data(piece: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(piece) + b"\n\n"
-
-
-def _error_of(event: Event) -> TierdError | None:
-    return from_wire(event.data) if event.ev in ("refused", "failed") else None

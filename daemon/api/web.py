@@ -33,6 +33,7 @@ SHUTDOWN_S = 0.5
 LINGER_S = 5.0  # to read on after an early refusal, so that the client sees it and not a reset
 OPEN_PATHS = frozenset({"/", "/health"})  # no key needed: they tell nothing
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_PATHS_HINT = "there are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics"
 _FOREIGN_SITES = frozenset({"cross-site", "same-site"})
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -129,7 +130,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPRequestEntityTooLarge:
         return error_response(BadRequest(f"the body is larger than {MAX_BODY_BYTES} bytes"), status=413)
     except web.HTTPNotFound:
-        return error_response(NotFound("there is nothing at this path", hint="GET / tells what is"))
+        return error_response(NotFound("there is nothing at this path", hint=_PATHS_HINT))
     except web.HTTPMethodNotAllowed as exc:
         response = error_response(BadRequest(f"this path answers {', '.join(sorted(exc.allowed_methods))}"), status=405)
         response.headers["Allow"] = ", ".join(sorted(exc.allowed_methods))
@@ -140,7 +141,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         raise  # the client is gone
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        return error_response(InternalError("something inside tierd failed", hint="`tierd logs` shows the details"))
+        return error_response(InternalError())
     finally:
         log.debug("%s %s took %.3f s", request.method, request.path, time.monotonic() - started_s)
 

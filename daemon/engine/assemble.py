@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.intake import Facts, Intake

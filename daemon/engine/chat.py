@@ -25,6 +25,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.errors import BadRequest, ModelInvalid
 from tierd.daemon.protocol import Message

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+
 from tierd.daemon.engine.assemble import Engine
 from tierd.daemon.errors import BadRequest, Draining, Loading, TierdError, TooBusy, Unsupported, to_wire
 from tierd.daemon.protocol import TERMINAL, Event, Message, Request, Submit, Usage, to_submit

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.daemon.engine.batch import Batch, Ints
 
 

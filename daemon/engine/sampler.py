@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.daemon.protocol import Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -24,6 +25,7 @@ _SEED_MASK = (1 << 64) - 1
 # Candidates taken from the whole vocabulary at first when only top_p is set. Their mass is checked, and the number
 # grows eightfold until it suffices. 1024 tokens hold 95% of nearly every step; sorting all 49,152 costs 4 ms.
 _FIRST_CANDIDATES = 1024
+_BLOCK = 256
 
 
 class BadLogits(ValueError):
@@ -146,17 +148,17 @@ def _draw(logits: Floats, params: Params, top: float, u: float) -> int:
     inverse = 1.0 / params.temperature
     if params.top_k <= 0 and params.top_p >= 1.0:
         # Nothing needs an order: walk the vocabulary by id.
-        mass = np.exp((logits - np.float32(top)) * np.float32(inverse), dtype=np.float64)
+        mass = np.exp((logits - np.float32(top)) * np.float32(inverse))
         if params.min_p > 0.0:
             mass[mass < params.min_p] = 0.0  # mass of the likeliest token is 1
-        return _pick(np.arange(0), mass, u)
+        return _pick_by_blocks(mass, u)
     if params.top_k > 0:
         ids = _largest(logits, min(params.top_k, logits.size))
         mass = np.exp((logits[ids].astype(np.float64) - top) * inverse)
         total = float(mass.sum())
     else:
-        whole = np.exp((logits - np.float32(top)) * np.float32(inverse), dtype=np.float64)
-        total = float(whole.sum())
+        whole = np.exp((logits - np.float32(top)) * np.float32(inverse))
+        total = float(whole.sum(dtype=np.float64))
         ids, mass = _enough(logits, whole, params.top_p * total)
     if params.top_p < 1.0:
         # As transformers: keep the shortest run whose mass reaches top_p, and always the first.
@@ -164,7 +166,7 @@ def _draw(logits: Floats, params: Params, top: float, u: float) -> int:
         mass = mass[before < params.top_p * total] if params.top_p > 0.0 else mass[:1]
     if params.min_p > 0.0:
         mass = mass[mass >= params.min_p]  # descending, so that this keeps a head of at least one
-    return _pick(ids, mass, u)
+    return int(ids[_pick(mass, u)])
 
 
 def _largest(logits: Floats, count: int) -> Ids:
@@ -176,21 +178,32 @@ def _largest(logits: Floats, count: int) -> Ids:
     return ids[np.argsort(-logits[ids], kind="stable")][:count]
 
 
-def _enough(logits: Floats, mass: npt.NDArray[np.float64], wanted: float) -> tuple[Ids, npt.NDArray[np.float64]]:
+def _enough(logits: Floats, mass: Floats, wanted: float) -> tuple[Ids, npt.NDArray[np.float64]]:
     """Ids by descending logit, as many as hold `wanted` of the mass, and their mass."""
     count = _FIRST_CANDIDATES
     while True:
         ids = _largest(logits, min(count, logits.size))
-        found = mass[ids]
+        found = mass[ids].astype(np.float64)
         if count >= logits.size or float(found.sum()) >= wanted:
             return ids, found
         count *= 8
 
 
-def _pick(ids: Ids, mass: npt.NDArray[np.float64], u: float) -> int:
-    """The entry at which the cumulative mass passes `u`. An empty `ids` means that entries are ids themselves."""
+def _pick(mass: npt.NDArray[np.float64], u: float) -> int:
+    """The entry at which the cumulative mass passes `u` of the whole."""
     cumulative = np.cumsum(mass)
     index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
     # Rounding can put u * total on the last step; entries without mass at the end must not be chosen.
-    index = min(index, int(np.searchsorted(cumulative, cumulative[-1], side="left")))
-    return int(ids[index]) if ids.size else index
+    return min(index, int(np.searchsorted(cumulative, cumulative[-1], side="left")))
+
+
+def _pick_by_blocks(mass: Floats, u: float) -> int:
+    """`_pick` over a whole vocabulary: first a block, then an entry of it. 0.1 ms, not 1 ms, for 49,152 entries."""
+    padded = np.zeros(-(-mass.size // _BLOCK) * _BLOCK, dtype=np.float32)
+    padded[: mass.size] = mass
+    blocks = padded.reshape(-1, _BLOCK)
+    sums = blocks.sum(axis=1, dtype=np.float64)
+    block = _pick(sums, u)
+    before = float(sums[:block].sum())
+    within = min(max((u * float(sums.sum()) - before) / float(sums[block]), 0.0), 1.0)
+    return block * _BLOCK + _pick(blocks[block].astype(np.float64), within)

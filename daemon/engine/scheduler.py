@@ -5,7 +5,7 @@
   `Limits.target_step_s` or twice a decode step, whichever is longer, by measured rates. So a long prompt slows running
   streams at most by that much and never stops them.
 - Among prompts the oldest has half of the rows for sure (nothing starves it) and the shortest have the other half (a
-  long one does not make short ones wait).
+  long one does not make short ones wait). A step in which a short prompt can end is a short step.
 - Pages: a stream is admitted when its prompt fits beside what the active ones still need. When pages run out all the
   same, the last in rank gives its pages back and waits. Rank never changes, so the first in rank always goes on, and no
   two preempt each other in turn.
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 MIN_PREFILL_ROWS = 4  # even on a slow machine two for the oldest and two for the shortest
 UNMEASURED_PREFILL_ROWS = 16
+SHARED_PREFILL_ROWS = 128  # measured: 93% of the speed of 512 rows, in a quarter of the time
 SMOOTHING = 0.2  # weight of the newest step in the measured rates
 PATIENCE_S = 10.0  # later requests may pass one that waits for pages this long, then no more
 
@@ -122,7 +123,8 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
     streams = sorted(snapshot.streams, key=lambda stream: stream.rank)
     decoding = [stream for stream in streams if stream.phase is Phase.DECODE]
     prefilling = [stream for stream in streams if stream.phase is Phase.PREFILL]
-    budget = min(prefill_rows(limits, snapshot.rates, len(decoding)), limits.max_rows - len(decoding))
+    soon = prefilling + [stream for stream in streams if stream.phase is Phase.FETCHING]
+    budget = min(prefill_rows(limits, snapshot.rates, len(decoding), soon), limits.max_rows - len(decoding))
     rows = {stream.id: 1 for stream in decoding} | share(budget, prefilling)
 
     free = snapshot.free_pages
@@ -144,10 +146,14 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
     return Plan(tuple(preempt), admit, tuple(chunks))
 
 
-def prefill_rows(limits: Limits, rates: Rates, decoding: int) -> int:
-    """Prompt rows a step may hold beside `decoding` streams."""
+def prefill_rows(limits: Limits, rates: Rates, decoding: int, prefilling: Iterable[Stream] = ()) -> int:
+    """Prompt rows a step may hold beside `decoding` streams. `prefilling`: who needs some, now or soon."""
     if not decoding:
-        return limits.max_rows
+        remaining = [stream.remaining for stream in prefilling]
+        if len(remaining) < 2:
+            return limits.max_rows
+        # The half that the shortest gets is enough to end it, and what else is in the step does not hold it up long.
+        return min(max(2 * min(remaining), SHARED_PREFILL_ROWS), limits.max_rows)
     if not (rates.row_s and rates.decode_s):
         return UNMEASURED_PREFILL_ROWS
     spare_s = max(2.0 * rates.decode_s, limits.target_step_s) - rates.decode_s

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
+
 from tierd.daemon.engine.scheduler import Phase
 from tierd.daemon.engine.streams import Streams
 from tierd.tiers.pager import Pager

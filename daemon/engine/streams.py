@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.daemon.engine import batch, scheduler
 from tierd.daemon.engine.request import Finish, Request
 from tierd.daemon.engine.runner import Runner
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 
 # A fetch that is not complete by then is given up and its pages are recomputed. Reading 2 GB/s, it covers 60 GB.
 FETCH_TIMEOUT_S = 30.0
-# Pages that eviction promised have to come within this time; then somebody gives up his.
-STUCK_S = 10.0
+# Pages that eviction promised have to come within this time, even from a slow disk; then somebody gives up his.
+STUCK_S = 30.0
 
 
 @dataclass(slots=True)
@@ -134,7 +135,11 @@ class Streams:
             self._preempt(self._requests[request_id])
         for request_id in plan.admit:
             self._admit(self._requests[request_id], now_s)
-        work = self._gather(plan.chunks)
+        chunks = plan.chunks
+        if plan.admit or plan.preempt:
+            # Who was just let in takes part in this very step: it must not wait for 512 rows of somebody else.
+            chunks = scheduler.plan(self._snapshot(now_s), self._limits).chunks
+        work = self._gather(chunks)
         if work:
             self._compute(work)
         self._unstick(now_s, bool(work))
@@ -186,19 +191,17 @@ class Streams:
         """The chunks that have pages for all their rows now."""
         work = []
         for chunk in chunks:
-            request = self._requests.get(chunk.id)
-            if request is None or request.lease is None or request.phase not in (Phase.PREFILL, Phase.DECODE):
-                continue  # preempted for an earlier chunk of this very step
+            request = self._requests[chunk.id]
+            lease = request.lease
+            assert lease is not None  # the plan has chunks only for requests in PREFILL and DECODE
             try:
-                if self._has_pages(request, chunk):
-                    work.append(_Work(request, request.lease, chunk, request.phase is Phase.DECODE))
+                if self._has_pages(lease, chunk):
+                    work.append(_Work(request, lease, chunk, request.phase is Phase.DECODE))
             except Exception as exc:
                 self.fail(request, exc)
-        return [item for item in work if item.request.lease is item.lease]
+        return work
 
-    def _has_pages(self, request: Request, chunk: Chunk) -> bool:
-        lease = request.lease
-        assert lease is not None
+    def _has_pages(self, lease: Lease, chunk: Chunk) -> bool:
         end = chunk.start + chunk.count
         missing = scheduler.pages_for(end, self._limits.page_tokens) - len(lease.slots)
         if missing <= 0:
@@ -222,11 +225,9 @@ class Streams:
         elif now_s - self._moved_s > STUCK_S:
             self._moved_s = now_s
             last = max(active, key=lambda request: request.rank)
-            log.warning("no pages for %.0f s: request %d gives way", STUCK_S, last.id)
-            if len(active) > 1:
-                self._preempt(last)
-            else:
-                self.fail(last, self._no_room(last.computed + 1))
+            log.error("no pages for %.0f s: request %d gives way", STUCK_S, last.id)
+            # Not preempted: it would come back and wait for the same pages.
+            self.fail(last, self._no_room(last.computed + 1))
 
     def _compute(self, work: list[_Work]) -> None:
         """Run the rows, then draw, commit and tell for each stream on its own."""
@@ -305,15 +306,18 @@ class Streams:
 
     def _seen(self, request: Request, now_s: float) -> Stream:
         """What the scheduler sees of a request."""
-        lease, pages = request.lease, 0
-        if lease is not None:
-            pages = len(lease.slots) if lease.ready else scheduler.pages_for(lease.num_tokens, self._limits.page_tokens)
+        lease, pages, computed = request.lease, 0, request.computed
+        if lease is not None and request.phase is Phase.FETCHING:
+            computed = lease.num_tokens
+            pages = scheduler.pages_for(computed, self._limits.page_tokens)
+        elif lease is not None:
+            pages = len(lease.slots)
         return Stream(
             id=request.id,
             rank=request.rank,
             phase=request.phase,
             known_tokens=len(request.tokens),
-            computed_tokens=request.computed,
+            computed_tokens=computed,
             pages=pages,
             waited_s=now_s - request.times.arrived_s,
         )

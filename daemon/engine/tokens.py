@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tierd.daemon.errors import ModelInvalid
 from tokenizers import Tokenizer
+
+from tierd.daemon.errors import ModelInvalid
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # how sentencepiece writes a space

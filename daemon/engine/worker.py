@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.errors import EngineFailed, InternalError, ProtocolError, TierdError, to_wire
 from tierd.daemon.protocol import Event
@@ -195,9 +196,10 @@ class _Worker:
         if self._engine is not None and self._engine.loop.alive:
             if self._exit_code == 0:
                 try:
-                    await asyncio.wrap_future(self._engine.loop.flush(GOODBYE_S))
-                except TierdError as exc:
-                    log.warning("pages were not flushed: %s", exc)
+                    async with asyncio.timeout(2 * GOODBYE_S):  # a step may be in progress
+                        await asyncio.wrap_future(self._engine.loop.flush(GOODBYE_S))
+                except (TierdError, TimeoutError) as exc:
+                    log.warning("pages were not flushed: %s", exc or "a step took too long")
             self._engine.loop.stop()
             await asyncio.to_thread(self._engine.loop.join, GOODBYE_S)
         if self._ops is not None:

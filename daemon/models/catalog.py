@@ -6,17 +6,22 @@ into a name that matches `NAME` in full, and only directories that hold a sound 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from tierd.daemon.errors import BadRequest, ModelInvalid, ModelNotFound
+from tierd.daemon.errors import BadRequest, Conflict, ModelInvalid, ModelNotFound
 from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.models.records import RECORD_ALIGN_BYTES, TENSOR_ALIGN_BYTES
 from tierd.daemon.models.spec import ModelSpec
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -31,11 +36,10 @@ MANIFEST = "manifest.json"
 WEIGHTS = "weights.bin"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
+TRASH_PREFIX = ".trash-"  # no model name begins with a dot
 _FILES = frozenset({MANIFEST, WEIGHTS, TOKENIZER, TEMPLATE})
 
 _MAX_MANIFEST_BYTES = 16 << 20
-_ALIGN_RECORD_BYTES = 4096
-_ALIGN_TENSOR_BYTES = 64
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,6 +106,19 @@ class Listed(msgspec.Struct, frozen=True):
     path: str
     manifest: Manifest | None
     problem: str | None
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
+    """What listings tell of a model, beside its name."""
+    return {
+        "source": manifest.source,
+        "family": manifest.spec.family,
+        "format": manifest.format,
+        "context": manifest.context,
+        "bytes": manifest.bytes,
+        "digest": manifest.digest,
+        "created_s": manifest.created_s,
+    }
 
 
 def parse_ref(ref: str) -> str:
@@ -188,6 +205,20 @@ def remove(models_dir: Path, ref: str) -> str:
     return name
 
 
+@contextlib.contextmanager
+def exclusive(lock: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file; raises Conflict with the sentence `busy` when another process has it."""
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(busy, hint="wait until it has ended") from None
+        yield
+    finally:
+        os.close(fd)
+
+
 def foreign_content(path: Path) -> str | None:
     """Why this isn't a directory that an import made, None if it is one (broken or not): what may be deleted."""
     if not _is_directory(path):
@@ -200,8 +231,8 @@ def foreign_content(path: Path) -> str | None:
 
 def discard(directory: Path) -> None:
     """Delete a directory of a model in two steps, so that a crash between them leaves nothing half-listed."""
-    # A name that starts with a dot is no model name. The manifest goes with the rename, atomically.
-    trash = Path(tempfile.mkdtemp(prefix=".trash-", dir=directory.parent))
+    # The manifest goes with the rename, atomically. What a crash leaves in the trash the next import sweeps up.
+    trash = Path(tempfile.mkdtemp(prefix=TRASH_PREFIX, dir=directory.parent))
     os.rename(directory, trash / "model")
     shutil.rmtree(trash)
 
@@ -231,12 +262,12 @@ def _find_problem(directory: Path, manifest: Manifest) -> str | None:
             return f"{WEIGHTS} has {info.st_size:,} bytes instead of {manifest.bytes:,}"
     end = 0
     for record in manifest.records:
-        if record.offset != end or record.bytes <= 0 or record.bytes % _ALIGN_RECORD_BYTES:
+        if record.offset != end or record.bytes <= 0 or record.bytes % RECORD_ALIGN_BYTES:
             return f"record {record.name[:80]!r} isn't where it should be"
         end = record.offset + record.bytes
         for t in record.tensors:
             inside = record.offset <= t.offset and 0 < t.bytes and t.offset + t.bytes <= end
-            if not inside or t.offset % _ALIGN_TENSOR_BYTES or t.rows <= 0 or t.cols <= 0:
+            if not inside or t.offset % TENSOR_ALIGN_BYTES or t.rows <= 0 or t.cols <= 0:
                 return f"tensor {t.name[:80]!r} of {record.name[:80]!r} lies outside its record"
     if end != manifest.bytes:
         return f"the records end at {end:,} of {manifest.bytes:,} bytes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import xxhash
@@ -12,6 +13,7 @@ import xxhash
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, WEIGHTS, Manifest, RecordEntry
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.file_reader import FileReader
+from tierd.daemon.models.hub import Progress
 from tierd.daemon.models.safetensors_file import model_files
 from tierd.daemon.models.spec import ModelSpec
 
@@ -27,6 +29,19 @@ SIDE_FILES = (
 )
 
 
+class Digest(Protocol):
+    """What is needed of a digest of `hashlib`."""
+
+    def update(self, data: memoryview | bytes, /) -> None:
+        """More bytes."""
+
+    def digest(self) -> bytes:
+        """Of all bytes so far."""
+
+    def hexdigest(self) -> str:
+        """The same as text."""
+
+
 def read_chunks(reader: FileReader, offset: int, count_bytes: int) -> Iterator[memoryview]:
     """The bytes of a range of a file, a few MB at a time."""
     end = offset + count_bytes
@@ -36,9 +51,23 @@ def read_chunks(reader: FileReader, offset: int, count_bytes: int) -> Iterator[m
         offset += size
 
 
+def record_digest(reader: FileReader, offset: int, count_bytes: int, whole: Digest) -> str:
+    """Hex XXH3-128 of a record of `weights.bin`, whose bytes go into the digest of the whole file on the way."""
+    part = xxhash.xxh3_128()
+    for chunk in read_chunks(reader, offset, count_bytes):
+        part.update(chunk)
+        whole.update(chunk)
+    return part.hexdigest()
+
+
+def new_digest() -> Digest:
+    """BLAKE2b-128 of nothing yet."""
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
 def file_digest(path: Path) -> bytes:
     """BLAKE2b-128 of a file. Raises ModelFileError if it can't be read."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = new_digest()
     with FileReader(path) as reader:
         for chunk in read_chunks(reader, 0, reader.size_bytes):
             digest.update(chunk)
@@ -51,7 +80,7 @@ def source_digest(source: Path) -> str:
         files = [source / n for n in SIDE_FILES if (source / n).is_file()] + model_files(source)
     else:
         files = [source]
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = new_digest()
     for path in files:
         # A lone file's name says nothing: it may have been downloaded under another one.
         name = path.name.encode() if len(files) > 1 else b""
@@ -68,25 +97,24 @@ def model_digest(
     spec: ModelSpec, records: tuple[RecordEntry, ...], weights: bytes, tokenizer: str, template: str | None
 ) -> str:
     """The identity of a prepared model: spec, layout, weight content, tokenizer and template."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = new_digest()
     for part in (msgspec.json.encode(spec), msgspec.json.encode(records), weights, tokenizer.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     digest.update((template or "none").encode())
     return digest.hexdigest()
 
 
-def verify(directory: Path, manifest: Manifest) -> list[str]:
+def verify(
+    directory: Path, manifest: Manifest, progress: Progress = lambda stage, done, total: None
+) -> list[str]:
     """Compare every byte of a prepared model with its digests; a sentence for each difference, none if all is well."""
     findings: list[str] = []
-    whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    whole = new_digest()
     try:
         with FileReader(directory / WEIGHTS) as reader:
             for record in manifest.records:
-                part = xxhash.xxh3_128()
-                for chunk in read_chunks(reader, record.offset, record.bytes):
-                    part.update(chunk)
-                    whole.update(chunk)
-                if part.hexdigest() != record.digest:
+                progress("verify", record.offset, manifest.bytes)
+                if record_digest(reader, record.offset, record.bytes, whole) != record.digest:
                     findings.append(f"record {record.name} of {WEIGHTS} differs from its digest")
     except ModelFileError as exc:
         findings.append(str(exc))

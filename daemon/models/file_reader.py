@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.models.errors import ModelFileError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: `rows` x `cols` (a vector has one row), `offset` from the start of the file."""
+
+    name: str
+    rows: int
+    cols: int
+    num_dims: int
+    offset: int
+    size_bytes: int
 
 
 class FileReader:
@@ -67,3 +80,11 @@ class FileReader:
                 raise ModelFileError(f"{self.path.name} became shorter while {what} was read; fetch it again")
             done += got
         return out
+
+    def read_rows(self, tensor: StoredTensor, start: int, stop: int) -> npt.NDArray[np.uint8]:  # [stop - start, bytes]
+        """Rows `start` to `stop` of a tensor as they lie in the file, one row of bytes each."""
+        if not 0 <= start <= stop <= tensor.rows:
+            raise ValueError(f"rows {start}:{stop} of {tensor.rows}")
+        size = tensor.size_bytes // tensor.rows
+        raw = self.read(tensor.offset + start * size, (stop - start) * size, f"tensor {tensor.name}")
+        return raw.reshape(stop - start, size)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.models.errors import ModelFileError
-from tierd.daemon.models.file_reader import FileReader
+from tierd.daemon.models.file_reader import FileReader, StoredTensor
 from tierd.daemon.models.ggml_types import row_bytes
 
 MAX_KEYS = 4096
@@ -70,16 +70,10 @@ _SCALARS: dict[_Kind, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """Where a tensor lies. `rows` x `cols`; a vector has one row. `offset` is from the start of the file."""
+class GgufTensor(StoredTensor):
+    """Where a tensor lies, and its element type by the number of the format."""
 
-    name: str
-    rows: int
-    cols: int
     type_id: int
-    offset: int
-    size_bytes: int
-    num_dims: int
 
 
 class _Cursor:
@@ -196,12 +190,8 @@ class GgufFile:
         self.close()
 
     def read_rows(self, tensor: GgufTensor, start: int, stop: int) -> npt.NDArray[np.uint8]:  # [stop - start, bytes]
-        """Rows `start` to `stop` of a tensor as they lie in the file, one row of bytes each."""
-        if not 0 <= start <= stop <= tensor.rows:
-            raise ValueError(f"rows {start}:{stop} of {tensor.rows}")
-        size = tensor.size_bytes // tensor.rows
-        raw = self._reader.read(tensor.offset + start * size, (stop - start) * size, f"tensor {tensor.name}")
-        return raw.reshape(stop - start, size)
+        """See `FileReader.read_rows`."""
+        return self._reader.read_rows(tensor, start, stop)
 
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
@@ -289,7 +279,7 @@ def _read_tensors(
         except ModelFileError as exc:
             raise cursor.error(f"tensor {name!r}: {exc}") from None
         reader.check(base + offset, size_bytes, f"tensor {name!r}")
-        tensors[name] = GgufTensor(name, rows, cols, type_id, base + offset, size_bytes, num_dims)
+        tensors[name] = GgufTensor(name, rows, cols, num_dims, base + offset, size_bytes, type_id)
     ordered = sorted(tensors.values(), key=lambda t: t.offset)
     for before, after in zip(ordered, ordered[1:], strict=False):
         if before.offset + before.size_bytes > after.offset:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tierd.daemon.errors import DownloadFailed, TierdError
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # stage, done, total (bytes; a total of 0 is unknown)
 
 
 class Hub(Protocol):

@@ -6,39 +6,32 @@ nothing that a listing shows. One tensor is read at a time, a few rows of it at 
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import hashlib
 import os
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from tierd.daemon.errors import BadRequest, Conflict, OutOfSpace
 from tierd.daemon.models import catalog
 from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry
-from tierd.daemon.models.digests import model_digest, read_chunks, source_digest, text_digest
+from tierd.daemon.models.digests import model_digest, new_digest, record_digest, source_digest, text_digest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.file_reader import FileReader
 from tierd.daemon.models.gguf_source import open_gguf
 from tierd.daemon.models.hf_source import open_directory
+from tierd.daemon.models.hub import Progress
 from tierd.daemon.models.records import PlannedTensor, plan_records
 from tierd.daemon.models.safetensors_file import refuse_without_weights
 from tierd.daemon.models.source import ModelSource, SourceTensor
 from tierd.daemon.models.weights import AUTO, PlacedRecord, parse_format, place, write_tensor
 
-Progress = Callable[[str, int, int], None]  # stage, done, total (bytes; a total of 0 is unknown)
-
 _TEMP_PREFIX = ".import-"
 _OLD_PREFIX = ".old-"
-_TRASH_PREFIX = ".trash-"
 _SPARE_BYTES = 64 << 20  # free space that an import leaves
 
 
@@ -62,7 +55,8 @@ def import_model(
         raise BadRequest(f"{name[:80]!r} is no model name", hint="take lower-case letters, digits, '.', '_' and '-'")
     wanted = parse_format(weights)
     models_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _exclusive(models_dir):
+    with catalog.exclusive(models_dir / ".lock", "another import is running"):
+        _sweep(models_dir)
         target = models_dir / name
         if os.path.lexists(target):
             if not replace:
@@ -140,27 +134,13 @@ def _refuse_unused(model: ModelSource) -> None:
         )
 
 
-@contextlib.contextmanager
-def _exclusive(models_dir: Path) -> Iterator[None]:
-    """One import at a time; under its lock what an import that died left behind is put right."""
-    fd = os.open(models_dir / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Conflict("another import is running", hint="wait until it has ended") from None
-        _sweep(models_dir)
-        yield
-    finally:
-        os.close(fd)
-
-
 def _sweep(models_dir: Path) -> None:
+    """Put right what an import or a removal that died left behind; under the lock."""
     for entry in list(os.scandir(models_dir)):
         if entry.name.startswith(_OLD_PREFIX) and not (models_dir / entry.name[len(_OLD_PREFIX) :]).exists():
             # It died between moving the old model away and the new one in: the old one is whole.
             os.rename(entry.path, models_dir / entry.name[len(_OLD_PREFIX) :])
-        elif entry.name.startswith((_TEMP_PREFIX, _OLD_PREFIX, _TRASH_PREFIX)):
+        elif entry.name.startswith((_TEMP_PREFIX, _OLD_PREFIX, catalog.TRASH_PREFIX)):
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
@@ -178,7 +158,7 @@ def _write_weights(
     path: Path, placed: list[PlacedRecord], total_bytes: int, progress: Progress
 ) -> tuple[tuple[RecordEntry, ...], bytes]:
     """Write all records; returns their entries and the BLAKE2b-128 of the file, computed from what was read back."""
-    whole = hashlib.blake2b(digest_size=16)
+    whole = new_digest()
     entries: list[RecordEntry] = []
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -188,11 +168,7 @@ def _write_weights(
                 for tensor in record.tensors:
                     write_tensor(fd, tensor)
                     progress("import", tensor.offset + tensor.bytes, total_bytes)
-                part = xxhash.xxh3_128()
-                for chunk in read_chunks(reader, record.offset, record.bytes):
-                    part.update(chunk)
-                    whole.update(chunk)
-                entries.append(_record_entry(record, part.hexdigest()))
+                entries.append(_record_entry(record, record_digest(reader, record.offset, record.bytes, whole)))
         os.fsync(fd)
     finally:
         os.close(fd)

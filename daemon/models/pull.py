@@ -9,8 +9,8 @@ from tierd.daemon.models import catalog, fetch
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.digests import source_digest
 from tierd.daemon.models.errors import ModelFileError
-from tierd.daemon.models.hub import Hub
-from tierd.daemon.models.importer import Progress, import_model
+from tierd.daemon.models.hub import Hub, Progress
+from tierd.daemon.models.importer import import_model
 from tierd.daemon.models.weights import AUTO, parse_format
 from tierd.daemon.paths import cache_dir as default_cache_dir
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tierd.daemon.models.config_json import parse_object
 from tierd.daemon.models.errors import ModelFileError
-from tierd.daemon.models.file_reader import FileReader
+from tierd.daemon.models.file_reader import FileReader, StoredTensor
 from tierd.daemon.models.ggml_types import GgmlType
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -49,16 +49,10 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class SafeTensor:
-    """Where a tensor lies: `rows` x `cols` (a vector has one row), `offset` from the start of the file."""
+class SafeTensor(StoredTensor):
+    """Where a tensor lies, and its element type by the name of the format."""
 
-    name: str
     dtype: str
-    rows: int
-    cols: int
-    num_dims: int
-    offset: int
-    size_bytes: int
 
     @property
     def kind(self) -> GgmlType:
@@ -92,12 +86,8 @@ class SafetensorsFile:
         self._reader.close()
 
     def read_rows(self, tensor: SafeTensor, start: int, stop: int) -> npt.NDArray[np.uint8]:  # [stop - start, bytes]
-        """Rows `start` to `stop` of a tensor as they lie in the file, one row of bytes each."""
-        if not 0 <= start <= stop <= tensor.rows:
-            raise ValueError(f"rows {start}:{stop} of {tensor.rows}")
-        size = tensor.size_bytes // tensor.rows
-        raw = self._reader.read(tensor.offset + start * size, (stop - start) * size, f"tensor {tensor.name}")
-        return raw.reshape(stop - start, size)
+        """See `FileReader.read_rows`."""
+        return self._reader.read_rows(tensor, start, stop)
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -203,4 +193,4 @@ def _tensor(file: str, name: str, raw: msgspec.Raw, base: int, data_bytes: int) 
             f"{where} of {size_bytes:,} bytes lies at {start:,} to {end:,} of {data_bytes:,}; the file is damaged or "
             "truncated, fetch it again"
         )
-    return SafeTensor(name, entry.dtype, rows, cols, len(entry.shape), base + start, size_bytes)
+    return SafeTensor(name, rows, cols, len(entry.shape), base + start, size_bytes, entry.dtype)

@@ -21,6 +21,8 @@ from pydoc_data.topics import topics
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
 from tierd.daemon.engine.model.load import Weights, load_weights
 from tierd.daemon.engine.model.rope import frequencies, tables
 from tierd.daemon.models.catalog import load_manifest
@@ -28,7 +30,6 @@ from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.packing import PackedMatrix, WeightFormat, pack, unpack
-from tokenizers import Tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WINDOW_TOKENS = 1024

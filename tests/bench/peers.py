@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
 from tierd.clients.blocking import Client
 from tierd.daemon.protocol import Sampling, Submit
 

@@ -13,7 +13,7 @@ from cli_rig import Cli
 from front_harness import make_model
 
 from tierd.daemon.errors import DownloadFailed
-from tierd.daemon.models import catalog
+from tierd.daemon.models import catalog, digests
 from tierd.daemon.models import pull as pull_module
 
 
@@ -30,7 +30,13 @@ def alpha(cli: Cli) -> Path:
     data = bytes(range(256)) * 16
     (directory / catalog.WEIGHTS).write_bytes(data)
     record = catalog.RecordEntry("layer.0", 0, len(data), xxhash.xxh3_128(data).hexdigest(), ())
-    manifest = msgspec.structs.replace(catalog_manifest(directory), bytes=len(data), records=(record,))
+    manifest = msgspec.structs.replace(
+        catalog_manifest(directory), bytes=len(data), records=(record,),
+        tokenizer_digest=digests.file_digest(directory / catalog.TOKENIZER).hex(),
+    )  # fmt: skip
+    weights = digests.file_digest(directory / catalog.WEIGHTS)
+    digest = digests.model_digest(manifest.spec, (record,), weights, manifest.tokenizer_digest, None)
+    manifest = msgspec.structs.replace(manifest, digest=digest)
     (directory / catalog.MANIFEST).write_bytes(msgspec.json.encode(manifest))
     return directory
 
@@ -69,8 +75,16 @@ def test_show_verify(cli: Cli, alpha: Path) -> None:
     (alpha / catalog.WEIGHTS).write_bytes(data)
     said = cli("show", "alpha", "--verify", "--json")
     assert said.code == 1
-    assert said.json["broken_records"] == ["layer.0"]
+    assert said.json["verified"] is False
+    assert said.json["findings"] == ["record layer.0 of weights.bin differs from its digest"]
     assert "--force" in said.err
+
+
+def test_show_verify_reads_more_than_the_weights(cli: Cli, alpha: Path) -> None:
+    (alpha / catalog.TOKENIZER).write_text("[]")
+    said = cli("show", "alpha", "--verify", "--json")
+    assert said.code == 1
+    assert said.json["findings"] == ["tokenizer.json differs from its digest"]
 
 
 def test_rm(cli: Cli, alpha: Path) -> None:

@@ -53,10 +53,10 @@ def test_round_trip(cls: type[TierdError]) -> None:
 
 
 def test_a_subclass_elsewhere_takes_the_row_of_its_parent() -> None:
-    class Special(errors.StoreProblem):
+    class Special(errors.EngineFailed):
         """Of another room."""
 
-    assert to_wire(Special("x")) == {"code": "store_problem", "message": "x"}
+    assert to_wire(Special("x")) == {"code": "engine_failed", "message": "x"}
 
 
 def test_an_unknown_exception_tells_nothing_of_itself() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tierd.tiers.store import Store
 
 from tests.tiers.pages import open_store
+from tierd.tiers.store import Store
 
 
 @pytest.fixture

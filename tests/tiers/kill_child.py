@@ -14,10 +14,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from tierd.tiers.store import Store
-
 from tests.tiers.faults import KillIO
 from tests.tiers.pages import holds, key, open_store, page
+from tierd.tiers.store import Store
 
 STEPS = 100  # a named point that is not met by then is not met at all
 NUMBERS = range(40)  # eight more than the slots there are

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from tierd.tiers.errors import PageLost
 from tierd.tiers.page import PageKey
 from tierd.tiers.store import PageMeta, Store

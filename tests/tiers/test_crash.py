@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tierd.tiers.errors import PageLost, TierError
-from tierd.tiers.store import Store
 
 from tests.tiers.faults import AmnesicIO, FaultyIO, HookedIO, PowerCut
 from tests.tiers.kill_child import NUMBERS
 from tests.tiers.pages import key, open_store, page, read, record
+from tierd.tiers.errors import PageLost, TierError
+from tierd.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 REPOSITORY = Path(__file__).resolve().parents[2]

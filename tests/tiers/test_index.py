@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tierd.tiers.errors import StoreBroken, StoreFull
-from tierd.tiers.index import ASIDE_NAME, INDEX_NAME, Identity, Index, IndexUnusable, PageMeta, Row, set_aside
-from tierd.tiers.store_io import OsIO
 
 from tests.tiers.faults import FaultyIO
 from tests.tiers.pages import NAMESPACE, key, meta
+from tierd.tiers.errors import StoreBroken, StoreFull
+from tierd.tiers.index import ASIDE_NAME, INDEX_NAME, Identity, Index, IndexUnusable, PageMeta, Row, set_aside
+from tierd.tiers.store_io import OsIO
 
 IDENTITY = Identity(NAMESPACE, 8192, 8)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tierd.tiers.errors import StoreBroken
 
 from tests.tiers.faults import FaultyIO, HookedIO
 from tests.tiers.pages import SLOT_BYTES, holds, open_store, page
+from tierd.tiers.errors import StoreBroken
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.tiers.pages import NAMESPACE, RECORD_BYTES, meta, record
 from tierd.tiers.errors import LostReason
 from tierd.tiers.index import Row
 from tierd.tiers.records import Records, pack_page
 from tierd.tiers.slab import Slabs
 from tierd.tiers.slot import SlotGeometry
 from tierd.tiers.store_io import OsIO, aligned_block
-
-from tests.tiers.pages import NAMESPACE, RECORD_BYTES, meta, record
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.tiers.faults import FaultyIO, HookedIO
 from tierd.tiers.errors import StoreBroken, StoreFull
 from tierd.tiers.slab import Slabs, probe, remove_slabs
 from tierd.tiers.slot import SlotGeometry
 from tierd.tiers.store_io import OsIO, aligned_block
-
-from tests.tiers.faults import FaultyIO, HookedIO
 
 SLOT = 8192
 GEOMETRY = SlotGeometry(4096, file_bytes=8 * SLOT, step_bytes=3 * SLOT)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.slot import (
     HEADER_BYTES,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.tiers.pages import NAMESPACE, RECORD_BYTES, SLOT_BYTES, holds, key, meta, open_store, page, read, record
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull, StoreLocked
 from tierd.tiers.page import PageKey
 from tierd.tiers.store import PageMeta, Store
 from tierd.tiers.store_io import aligned_block
-
-from tests.tiers.pages import NAMESPACE, RECORD_BYTES, SLOT_BYTES, holds, key, meta, open_store, page, read, record
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
@@ -201,6 +201,30 @@ def test_page_that_changes_under_a_read(store: Store, change: str) -> None:
         assert found == record(1, 1).tobytes()
     assert store.statistics().quarantined_slots == 0
     assert all(holds(store, number) for number in range(10, 20))
+
+
+def test_page_that_is_rewritten_under_every_look(store: Store) -> None:
+    """However often the owner rewrites it, a stored page is no miss."""
+    store.write([page(1)])
+    lookup = store._index.lookup
+    writers: list[threading.Thread] = []
+
+    def rewrite() -> None:
+        store.write([page(1, 1)])
+        store.write([page(number) for number in range(10, 20)])
+
+    def lookup_and_rewrite(wanted: bytes) -> object:
+        row = lookup(wanted)
+        writers.append(threading.Thread(target=rewrite))
+        writers[-1].start()
+        writers[-1].join(0.5)  # the last one has to wait for us
+        return row
+
+    store._index.lookup = lookup_and_rewrite  # type: ignore[method-assign,assignment]
+    assert read(store, 1) == record(1, 1).tobytes()
+    assert len(writers) == 2
+    for writer in writers:
+        writer.join()
 
 
 def test_reads_in_threads_while_the_owner_writes(store: Store) -> None:

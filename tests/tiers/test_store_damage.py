@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.tiers.pages import RECORD_BYTES, SLOT_BYTES, holds, key, open_store, page, read
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 from tierd.tiers.store import Store
 from tierd.tiers.store_io import aligned_block
-
-from tests.tiers.pages import RECORD_BYTES, SLOT_BYTES, holds, key, open_store, page, read
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 

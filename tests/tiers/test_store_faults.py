@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 
 from tests.tiers.faults import FaultyIO, ShortIO
 from tests.tiers.pages import holds, key, open_store, page, read
+from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 

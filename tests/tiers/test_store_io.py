@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.tiers.faults import FaultyIO, ShortIO
 from tierd.tiers.errors import StoreBroken, StoreLocked
 from tierd.tiers.store_io import (
     OsIO,
@@ -21,8 +23,6 @@ from tierd.tiers.store_io import (
     read_full,
     write_full,
 )
-
-from tests.tiers.faults import FaultyIO, ShortIO
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tierd.tiers.errors import PageLost, StoreFull
 
 from tests.tiers.pages import SLOT_BYTES, holds, key, open_store, page, read
+from tierd.tiers.errors import PageLost, StoreFull
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import WEIGHTS, Manifest, RecordEntry, TensorEntry
 from tierd.daemon.models.spec import ModelSpec

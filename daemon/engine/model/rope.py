@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from tierd.daemon.models.spec import ModelSpec, RopeSpec
 
 KINDS = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})

@@ -142,7 +142,8 @@ def test_every_error_has_a_shape(kind):
     inner = openai.error(exc)["error"]
     assert inner["message"] == "what; do this" and inner["param"] == "p" and inner["code"] == exc.code
     assert inner["type"].endswith("_error")
-    assert openai.should_retry(exc) == (exc.status == 503 and not isinstance(exc, errors.DaemonUnreachable))
+    again = exc.status == 503 and not isinstance(exc, errors.DaemonUnreachable)
+    assert openai.should_retry(exc) == (again or isinstance(exc, errors.EngineFailed))
 
 
 def test_usage_counts():

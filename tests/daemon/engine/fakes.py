@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+
 from tierd.tiers.errors import TierFull
 
 PAGE = 4

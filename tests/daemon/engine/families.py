@@ -27,7 +27,9 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "tie_word_embeddings": True}),
+    "llama": (
+        "Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}, "tie_word_embeddings": True}
+    ),
     "llama, llama3 rope": (
         "Llama",
         {

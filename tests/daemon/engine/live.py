@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import queue
 import time
@@ -94,12 +95,22 @@ class Live:
         ends: dict[int, Event] = {}
         deadline_s = time.monotonic() + TIMEOUT_S
         while len(ends) < len(numbers):
-            event = self.events.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+            try:
+                event = self.events.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+            except queue.Empty:
+                raise AssertionError(f"not ended: {set(tokens) - set(ends)}; {self._describe()}") from None
             if event.id in tokens and event.ev == "text":
                 tokens[event.id] += event.data["tokens"]
             elif event.id in tokens and event.ev in TERMINAL:
                 ends[event.id] = event
         return {number: (tokens[number], ends[number]) for number in numbers}
+
+    def _describe(self) -> str:
+        """Where everything stands, for a test that waited in vain."""
+        faulthandler.dump_traceback(all_threads=True)
+        streams = self.engine.loop._streams
+        live = [(r.id, r.phase, r.lease, len(r.tokens), r.computed) for r in list(streams._requests.values())]
+        return f"{live}, {self.deaths}, {streams.rates}, {streams.totals}, {self.engine.pager.statistics()}"
 
     def run(self, submits: list[dict[str, Any]]) -> list[tuple[list[int], Event]]:
         """All at once; results in order."""

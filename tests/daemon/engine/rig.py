@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.daemon.engine.fakes import PAGE, VOCAB, FakeDecoder, FakePager
+from tests.daemon.engine.vocabularies import byte_level
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.protocol import Event, Sampling, Submit
-
-from tests.daemon.engine.fakes import PAGE, VOCAB, FakeDecoder, FakePager
-from tests.daemon.engine.vocabularies import byte_level
 
 END = 63
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from tierd.daemon.engine.batch import Rows, build
 
 

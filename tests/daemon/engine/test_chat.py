@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+from tests.daemon.engine.vocabularies import byte_level
 from tierd.daemon.engine import chat
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.errors import BadRequest, ModelInvalid
 from tierd.daemon.protocol import Message
-
-from tests.daemon.engine.vocabularies import byte_level
 
 CHATML = """{%- for message in messages -%}
     {% if message['role'] == 'robot' %}{{ raise_exception('Conversation roles must be human') }}{% endif %}

@@ -1,4 +1,4 @@
-"""Each family from a directory of transformers through the importer, the loader and the kernels, against its own class."""
+"""Each family from a directory of transformers through importer, loader and kernels, against its own class."""
 
 from __future__ import annotations
 

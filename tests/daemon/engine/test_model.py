@@ -101,6 +101,7 @@ def test_three_prompts(model_dir: Path, tmp_path: Path, prompts: list[list[int]]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(2400)  # transformers alone takes three minutes on two quiet cores
 def test_twenty_prompts(model_dir: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
     check_everywhere(model_dir, tmp_path, prompts, 64)
 

@@ -65,11 +65,17 @@ class Desk:
         sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8} | more.pop("sampling", {})
         self.ask(number, "generate", **{"model": "m", "tokens": PROMPT, "sampling": sampling} | more)
 
+    async def begun(self, number: int) -> None:
+        await self._wait(number, "accepted")
+
     async def end(self, number: int) -> Event:
+        return await self._wait(number, *TERMINAL)
+
+    async def _wait(self, number: int, *kinds: str) -> Event:
         async with asyncio.timeout(20):
             while True:
                 for event in self.sent:
-                    if event.id == number and event.ev in TERMINAL:
+                    if event.id == number and event.ev in kinds:
                         return event
                 self.changed.clear()
                 await self.changed.wait()
@@ -140,8 +146,7 @@ async def test_cancel_while_it_is_prepared_and_while_it_runs() -> None:
         one.ask(4, "cancel", target=3)
         assert (await one.end(3)).ev == "aborted" and (await one.end(4)).ev == "result"
         one.generate(5, sampling={"max_tokens": 150})
-        while not any(event.id == 5 for event in one.sent):
-            await asyncio.sleep(0.001)
+        await one.begun(5)
         one.ask(6, "cancel", target=5)
         assert (await one.end(5)).ev == "aborted"
         one.ask(7, "cancel", target=99)
@@ -202,8 +207,7 @@ async def test_stop_lets_answers_end_and_takes_no_new_ones() -> None:
 async def test_a_stop_without_time_aborts() -> None:
     async with desk() as one:
         one.generate(1, sampling={"max_tokens": 180})
-        while not any(event.id == 1 for event in one.sent):
-            await asyncio.sleep(0.001)
+        await one.begun(1)
         one.ask(2, "stop", timeout_s=0.0)
         assert (await one.end(2)).ev == "result"
         assert (await one.end(1)).ev in ("aborted", "done")

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tierd.daemon.engine import scheduler
 from tierd.daemon.engine.scheduler import Limits, Phase, Rates, Snapshot, Stream
 
@@ -33,6 +34,14 @@ def test_decoding_streams_get_one_row_each() -> None:
 def test_a_prompt_alone_gets_the_whole_budget() -> None:
     plan = planned(stream(1, Phase.PREFILL, 100))
     assert [(chunk.count, chunk.sample) for chunk in plan.chunks] == [(64, False)]
+
+
+def test_a_step_in_which_a_short_prompt_ends_is_a_short_step() -> None:
+    limits = Limits(max_rows=512, max_streams=4, page_tokens=4)
+    one, short, long = stream(1, Phase.PREFILL, 2000), stream(2, Phase.PREFILL, 10), stream(3, Phase.PREFILL, 900)
+    assert {c.id: c.count for c in planned(one, short, limits=limits).chunks} == {1: 118, 2: 10}
+    assert {c.id: c.count for c in planned(one, long, limits=limits).chunks} == {1: 256, 3: 256}
+    assert {c.id: c.count for c in planned(one, limits=limits).chunks} == {1: 512}
 
 
 def test_the_last_chunk_of_a_prompt_samples() -> None:

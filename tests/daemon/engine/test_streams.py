@@ -7,11 +7,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tierd.daemon.engine.scheduler import Phase
-from tierd.daemon.errors import BadRequest
 
 from tests.daemon.engine.fakes import PAGE, expected
 from tests.daemon.engine.rig import END, Rig
+from tierd.daemon.engine.scheduler import Phase
+from tierd.daemon.engine.streams import STUCK_S
+from tierd.daemon.errors import BadRequest
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 30, 31]
 
@@ -220,6 +221,23 @@ def _turn_or_fail(rig: Rig) -> None:
         rig.streams.turn()
     except RuntimeError as exc:
         rig.streams.fail_all(exc)
+
+
+def test_pages_that_never_come_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    for number in (1, 2):
+        rig.submit(number, [number] * 9, 20)
+    rig.turn(3)
+    monkeypatch.setattr(rig.pager, "allocate", lambda _lease, _count: None)  # eviction promises and never keeps
+    rig.turn(6)
+    assert rig.terminal(1) == rig.terminal(2) == []
+    rig.clock.now_s += STUCK_S + 1
+    rig.turn(2)
+    assert rig.terminal(1) == [] and rig.terminal(2) == ["failed"]  # the last in rank gives way
+    assert rig.of(2, "failed")[0]["code"] == "out_of_space"
+    rig.clock.now_s += STUCK_S + 1
+    rig.turn(2)
+    assert rig.terminal(1) == ["failed"]
 
 
 def test_a_failing_step_comes_out_and_the_next_one_works() -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tierd.daemon.engine.tokens import TextStream, Vocabulary
-from tierd.daemon.errors import ModelInvalid
 from tokenizers import Tokenizer, models
 
 from tests.daemon.engine.vocabularies import byte_fallback, byte_level
+from tierd.daemon.engine.tokens import TextStream, Vocabulary
+from tierd.daemon.errors import ModelInvalid
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40) | st.text("the stop\u00e9\U0001f642\U0001f643", max_size=60)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from tierd.daemon.engine.tokens import Vocabulary, _byte_of_char
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from tierd.daemon.engine.tokens import Vocabulary, _byte_of_char
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tierd.daemon.engine.model import rope
-from tierd.daemon.models.spec import ModelSpec, RopeSpec
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tierd.daemon.engine.model import rope
+from tierd.daemon.models.spec import ModelSpec, RopeSpec
 
 CONTEXT = 4096
 

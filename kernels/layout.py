@@ -2,7 +2,8 @@
 
 A record holds `page_tokens` tokens of all layers, keys and values, in one contiguous piece of memory with the same
 bytes in every tier: `[layer][K|V][kv_head]`, then `[head_dim][token]` for keys and `[token][head_dim]` for values. With
-tokens innermost, scores of a page's 16 tokens are two vectors that walk along the head dimension, without a sum across lanes.
+tokens innermost, scores of a page's 16 tokens are two vectors that walk along the head dimension, without a sum across
+lanes.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import msgspec
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.errors import EngineFailed, InternalError, ProtocolError, TierdError, to_wire
 from tierd.daemon.protocol import Event
+from tierd.kernels.cpu.cache import cache_directory
 
 if TYPE_CHECKING:
     from tierd.daemon.engine.assemble import Engine
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _set_environment(config: EngineConfig, threads: int) -> None:
     """Before anything imports numba or numpy: both read these once."""
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(config.cache_dir).parent / "numba"))
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_directory(Path(config.cache_dir).parent / "numba")))
     os.environ["NUMBA_NUM_THREADS"] = str(threads)
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"  # the kernels have threads of their own; numpy's would only take memory

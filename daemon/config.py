@@ -322,6 +322,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int  # 0: what the model was trained for
     max_batch_rows: int = 512
     max_streams: int = 16
+    max_requests: int = 1024  # running and waiting
     log_level: str = "info"
 
 
@@ -339,5 +340,6 @@ def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineCo
         context=settings.ctx,
         max_batch_rows=settings.max_batch,
         max_streams=settings.max_streams,
+        max_requests=settings.max_streams + settings.max_queue,
         log_level=settings.log_level,
     )

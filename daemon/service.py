@@ -278,7 +278,7 @@ class Service:
         return await engine.call(op, args, timeout_s)
 
     def _find(self, ref: str) -> tuple[Model, int]:
-        """A model and its context in tokens. The manifest is read again only when its file has changed."""
+        """A model and the context, in tokens, that its engine serves. A manifest is read again when its file changed."""
         ref = ref or self.settings.default_model
         name = catalog.parse_ref(ref)
         directory = self.settings.models_dir / name
@@ -291,7 +291,7 @@ class Service:
         if known is None or known[0] != stamp or stamp == (0, 0):
             found, manifest = catalog.find(self.settings.models_dir, ref)
             known = self._manifests[found.name] = (stamp, manifest.context)
-        return Model(name, directory), known[1]
+        return Model(name, directory), self.settings.ctx or known[1]
 
 
 def failure(event_id: int, exc: TierdError, *, accepted: bool) -> Event:

@@ -104,7 +104,7 @@ def _build(
     if slots < MIN_PAGES:
         raise BadConfig(
             f"device_mem of {config.device_bytes} bytes holds {slots} pages of {manifest.name}, it needs {MIN_PAGES}",
-            hint=f"give at least --device-mem {MIN_PAGES * layout.record_bytes // 2**20 + 1}MB",
+            hint=f"give at least --device-mem {MIN_PAGES * layout.record_bytes // 2**20 + 1}MiB",
         )
     context = _context(config.context or manifest.context, manifest)
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)

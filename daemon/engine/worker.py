@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tierd.daemon.config import EngineConfig
+from tierd.daemon.config import ENGINE_CONFIG_VARIABLE, EngineConfig
 from tierd.daemon.errors import EngineFailed, InternalError, ProtocolError, TierdError, to_wire
 from tierd.daemon.protocol import Event
 from tierd.kernels.cpu.cache import cache_directory
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tierd.engine")
 
-CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"
-MAX_REQUESTS = 1024  # waiting and running; the front has a smaller queue of its own
 GOODBYE_S = 2.0  # to flush pages and to write the last events when nobody asked for the end
 
 
@@ -47,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="descriptor of a connected unix socket")
     arguments = parser.parse_args(argv)
     try:
-        config = msgspec.json.decode(os.environ.pop(CONFIG_VARIABLE, ""), type=EngineConfig)
+        config = msgspec.json.decode(os.environ.pop(ENGINE_CONFIG_VARIABLE, ""), type=EngineConfig)
     except msgspec.DecodeError as exc:
-        sys.stderr.write(f"{CONFIG_VARIABLE}: {exc}\n")
+        sys.stderr.write(f"{ENGINE_CONFIG_VARIABLE}: {exc}\n")
         return 2
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -119,7 +117,7 @@ class _Worker:
             from tierd.daemon.engine.assemble import Hooks, build
 
             hooks = Hooks(self._progress, self._emit, self._died)
-            engine = build(self._config, hooks, threads=self._threads, max_requests=MAX_REQUESTS)
+            engine = build(self._config, hooks, threads=self._threads, max_requests=self._config.max_requests)
         except TierdError as exc:
             self._give_up(exc)
         except Exception:
@@ -174,7 +172,7 @@ class _Worker:
 
             # One thread: the tokenizer is not to be used by two at once, and the io thread must not wait for it.
             tokenizer = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-            self._ops = Ops(self._link.send, lambda: self._end(0), tokenizer, MAX_REQUESTS)
+            self._ops = Ops(self._link.send, lambda: self._end(0), tokenizer, self._config.max_requests)
         return self._ops
 
     def _emit(self, events: list[Event]) -> None:

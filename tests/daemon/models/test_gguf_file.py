@@ -27,10 +27,10 @@ def tensor(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
 def refused(tmp_path, data: bytes, match: str) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ModelFileError, match=match):
         GgufFile(path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_reads_what_the_gguf_package_reads(tmp_path, make_gguf):
@@ -148,14 +148,14 @@ def fuzz(tmp_path, make_gguf, rounds: int) -> None:
                 case _:
                     del mutated[at : at + rng.randint(1, 40)]
         bad.write_bytes(mutated)
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             with GgufFile(bad) as file:
                 for t in file.tensors.values():
                     file.read_rows(t, 0, 1)
         except ModelFileError:
             refusals += 1
-        slowest_s = max(slowest_s, time.perf_counter() - started)
+        slowest_s = max(slowest_s, time.process_time() - started)
     assert slowest_s < 1
     assert refusals > rounds // 3
 

@@ -27,10 +27,10 @@ def entry(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[st
 def refused(tmp_path: Path, data: bytes, match: str) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(data)
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(ModelFileError, match=match):
         SafetensorsFile(path)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_reads_what_was_saved(tmp_path):
@@ -168,12 +168,12 @@ def fuzz(tmp_path: Path, rounds: int) -> None:
                 case _:
                     del mutated[at : at + rng.randint(1, 40)]
         (tmp_path / "bad.safetensors").write_bytes(mutated)
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             SafetensorsFile(tmp_path / "bad.safetensors").close()
         except ModelFileError:
             refusals += 1
-        slowest_s = max(slowest_s, time.perf_counter() - started)
+        slowest_s = max(slowest_s, time.process_time() - started)
     assert slowest_s < 1
     assert refusals > rounds // 2
 

@@ -21,10 +21,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-ready: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "installing into $(VENV), about a minute"
 	$(PIP) -e .
 	@touch $@
 
 $(VENV)/.dev-ready: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "installing into $(VENV), about a minute"
 	$(PIP) -e ".[dev]"
 	@mkdir -p .cache/mypy-path && ln -sfn $(CURDIR) .cache/mypy-path/tierd
 	@touch $(VENV)/.run-ready $@

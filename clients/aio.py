@@ -15,6 +15,7 @@ from tierd.clients.common import (
     EVENT_TIMEOUT_S,
     RECEIVE_BYTES,
     connect_error,
+    frame_of,
     lost_error,
     silence_error,
 )
@@ -218,7 +219,7 @@ class AsyncClient:
         assert self._writer is not None
         if self._fault is not None:
             raise self._fault
-        frame = encode(request)
+        frame = frame_of(request)
         inbox = self._inboxes[request.id] = _Inbox()
         try:
             self._writer.write(frame)

@@ -15,6 +15,7 @@ from tierd.clients.common import (
     EVENT_TIMEOUT_S,
     RECEIVE_BYTES,
     connect_error,
+    frame_of,
     lost_error,
     silence_error,
 )
@@ -148,9 +149,10 @@ class Client:
         if self._socket is None:
             self.connect()
         assert self._socket is not None
+        frame = frame_of(request)
         try:
             self._socket.settimeout(CONNECT_TIMEOUT_S)
-            self._socket.sendall(encode(request))
+            self._socket.sendall(frame)
         except TimeoutError:
             self.close()
             raise silence_error(request.op, CONNECT_TIMEOUT_S) from None

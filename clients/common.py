@@ -1,16 +1,60 @@
-"""What both clients share: their limits, and how a connection that fails is told. No I/O."""
+"""What both clients share: their limits, the frames they send, how a connection that fails is told. No I/O."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
 
-from tierd.daemon.errors import DaemonUnreachable, PermissionDenied, TierdError, TimedOut
+import msgspec
+
+from tierd.daemon.errors import BadRequest, DaemonUnreachable, PermissionDenied, TierdError, TimedOut
+from tierd.daemon.protocol import Request, encode
 
 RECEIVE_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 60.0  # without any answer; each progress event starts it anew
 EVENT_TIMEOUT_S = 900.0  # between two events of a generation: a long queue and a cold model come before the first one
+
+_INTEGERS = range(-(1 << 63), 1 << 64)  # what msgpack can hold
+
+
+def frame_of(request: Request) -> bytes:
+    """The frame of a request. Raises BadRequest that names the value which no frame can hold."""
+    try:
+        return encode(request)
+    except (OverflowError, UnicodeEncodeError):
+        name, what = _misfit(msgspec.to_builtins(request.args), "") or ("", "holds a value that cannot be sent")
+        raise BadRequest(f"{name or request.op} {what}", param=name or None) from None
+
+
+def _misfit(value: object, name: str) -> tuple[str, str] | None:
+    """Where a value cannot be sent, the way a user writes it (`sampling.seed`), and what is wrong with it."""
+    match value:
+        case int() if value not in _INTEGERS:
+            return name, "is a number beyond 64 bits"
+        case str() if not _is_text(value):
+            return name, "is not valid text (UTF-8)"
+        case dict():
+            for key, part in value.items():
+                if isinstance(key, str) and not _is_text(key):
+                    return name, "has a name that is not valid text (UTF-8)"
+                if isinstance(key, int) and key not in _INTEGERS:
+                    return name, "has a number beyond 64 bits as a name"
+                if found := _misfit(part, f"{name}.{key}" if name else str(key)):
+                    return found
+        case list() | tuple():
+            for index, part in enumerate(value):
+                if found := _misfit(part, f"{name}[{index}]"):
+                    return found
+    return None
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def connect_error(path: Path, exc: OSError) -> TierdError:

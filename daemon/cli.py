@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import click
 
-from tierd.daemon.cli_common import debugging, note, print_error
+from tierd.daemon.cli_common import UTF8_HINT, debugging, not_text, note, print_error
 from tierd.daemon.errors import Aborted, BadRequest, TierdError, from_wire, suggest, to_wire
 
 # Verb -> module and function; the order is that of the help.
@@ -107,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as exc:
         if debugging():
             raise
+        if isinstance(exc, UnicodeEncodeError) and (bad := not_text(argv)) is not None:
+            print_error(BadRequest(f"argument {argv.index(bad) + 1} is not valid text (UTF-8)", hint=UTF8_HINT))
+            return BadRequest("").exit_code
         error = from_wire(to_wire(exc))
         error.hint = "TIERD_DEBUG=1 shows where; please report it"
         print_error(error)

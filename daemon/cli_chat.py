@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ import msgspec
 
 from tierd.clients.blocking import Client
 from tierd.daemon import paths
-from tierd.daemon.cli_common import Progress, load_model, note, print_error
+from tierd.daemon.cli_answer import Screen, generate, tell_cut
+from tierd.daemon.cli_common import DIM, PLAIN, load_model, note, print_error
 from tierd.daemon.cli_run import with_turns
 from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError, suggest
 from tierd.daemon.protocol import Event, Message, Submit, to_submit
@@ -24,8 +24,6 @@ HELP = """\
 /stats             figures of the last answer
 /exit              leave (also Ctrl-D)
 Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
-
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Conversation:
@@ -120,30 +118,33 @@ def summary(done: Event) -> str:
 
 def answer(client: Client, conversation: Conversation, text: str) -> None:
     """Stream one answer to the terminal. Ctrl-C stops it and keeps what came."""
-    progress = Progress()
+    screen = Screen()
     pieces: list[str] = []
     done: Event | None = None
-    events = client.generate(conversation.request(text))
+    submit = conversation.request(text)
+    events = generate(client, submit)
     try:
         for event in events:
             if event.ev == "progress":
-                progress.on_event(event)
+                screen.on_progress(event)
             elif event.ev == "text":
-                progress.finish()
                 pieces.append(str(event.data.get("text", "")))
-                sys.stdout.write(pieces[-1])
-                sys.stdout.flush()
+                screen.text(pieces[-1])
             elif event.ev in ("done", "aborted"):
                 done = event
     except KeyboardInterrupt:
         print(f"{DIM} (stopped){PLAIN}", end="")
+    except TierdError:
+        screen.end_line()
+        raise
     finally:
         events.close()  # a stopped one is cancelled in the daemon here
-        progress.finish()
+        screen.finish()
     print()
     conversation.answered(text, "".join(pieces), done)
     if done is not None:
         print(f"{DIM}{summary(done)}{PLAIN}")
+        tell_cut(done, submit, "/set max_tokens")
 
 
 def converse(client: Client, template: Submit) -> None:

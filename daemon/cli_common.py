@@ -9,7 +9,9 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -20,6 +22,9 @@ from tierd.daemon.config_values import boolean
 from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError
 from tierd.daemon.protocol import Event
 
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+BIND_S = 1.0  # a daemon that starts has its lock for a moment before it has its socket
+UTF8_HINT = "the shell passes bytes on as they are; is the terminal set to UTF-8?"
 LOAD_SILENCE_S = 900.0  # between two signs of progress of a model that comes up
 
 Verb = Callable[..., None]
@@ -58,7 +63,40 @@ def load_settings(flags: Mapping[str, object]) -> config.Settings:
 
 def connect(settings: config.Settings) -> Client:
     """A connected client. Raises DaemonUnreachable (exit code 69) with the next step."""
-    return Client(settings.socket).connect()
+    deadline_s = time.monotonic() + BIND_S
+    while True:
+        try:
+            return Client(settings.socket).connect()
+        except DaemonUnreachable:
+            pid = lock_holder(settings.socket)
+            if pid is None:
+                raise
+            if time.monotonic() >= deadline_s:
+                lost = f"does not answer at {settings.socket}" if settings.socket.exists() else "its socket is gone"
+                message = f"a daemon (pid {pid}) runs, but {lost}"
+                raise DaemonUnreachable(message, hint=f"`kill {pid}` ends it") from None
+        time.sleep(0.02)
+
+
+def lock_holder(socket: Path) -> int | None:
+    """The process that holds the lock of a socket (see `door.Door`), None when nobody does.
+
+    The lock itself is not tried: a daemon that starts at this moment would find it taken. Whoever has the file open
+    holds the lock, `Door` closes it otherwise.
+    """
+    lock = socket.with_name(socket.name + ".lock")
+    try:
+        pid = int(lock.read_text("ascii"))
+        held = lock.stat()
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if os.path.samestat(file.stat(), held):
+                    return pid
+            except OSError:
+                continue  # closed since it was listed
+    except (OSError, ValueError):
+        pass  # no lock, no process, or one of another user
+    return None
 
 
 def connect_if_running(settings: config.Settings) -> Client | None:
@@ -66,6 +104,8 @@ def connect_if_running(settings: config.Settings) -> Client | None:
     try:
         return connect(settings)
     except DaemonUnreachable:
+        if lock_holder(settings.socket) is not None:
+            raise
         return None
 
 
@@ -87,9 +127,24 @@ def shown(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
+def not_text(words: Iterable[str]) -> str | None:
+    """The first word that came as bytes which are not UTF-8 (Python keeps them as lone surrogates), or None."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            return word
+    return None
+
+
 def note(text: str) -> None:
     """A line for the person on the standard error, apart from what a program may read."""
     print(text, file=sys.stderr, flush=True)
+
+
+def dim_note(text: str) -> None:
+    """A remark beside an answer: a note that stands back on a terminal."""
+    note(f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() else text)
 
 
 def print_error(exc: TierdError) -> None:

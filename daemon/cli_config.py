@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tierd.daemon import config, paths
-from tierd.daemon.cli_common import json_option, print_json, print_table, settings_options
+from tierd.daemon.cli_common import human_bytes, json_option, print_json, print_table, settings_options
 from tierd.daemon.config_values import duration_s
 from tierd.daemon.version import version as package_version
 
@@ -43,8 +43,9 @@ def show(flags: dict[str, Any], origin: bool, as_json: bool) -> None:
     rows = []
     for doc in config.setting_docs():
         value = str(_plain(doc, getattr(settings, doc.name)))
-        if doc.name in auto and value == "auto":
-            value = f"auto ({auto[doc.name]})"
+        if doc.name in auto:
+            size = human_bytes(auto[doc.name])
+            value = f"auto ({size})" if value == "auto" else size
         rows.append((doc.key, value or '""', origins[doc.name]) if origin else (doc.key, value or '""'))
     print_table(("SETTING", "VALUE", "ORIGIN") if origin else ("SETTING", "VALUE"), rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,10 +18,12 @@ from tierd.daemon.cli_common import (
     leave,
     load_model,
     load_settings,
+    lock_holder,
     note,
     print_json,
     print_table,
     settings_options,
+    shown,
 )
 from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound
 
@@ -80,12 +83,17 @@ def stop(flags: dict[str, Any], timeout: float) -> None:
 
     settings = load_settings(flags)
     with connect(settings) as client:
-        pid = client.call("status").get("pid")
+        state = client.call("status")
+        pid, live = state.get("pid"), (state.get("queue") or {}).get("live", 0)
         try:
             client.call("stop", timeout_s=timeout)
         except DaemonUnreachable:
             pass  # it was faster than its answer
-    wait_until_gone(settings.socket, pid if isinstance(pid, int) else 0, timeout + ANSWER_S)
+    what = "the daemon" if not live else f"{live} answer{'s' if live > 1 else ''}"
+    wait_until_gone(
+        settings.socket, pid if isinstance(pid, int) else 0, timeout + ANSWER_S,
+        on_wait=lambda: note(f"waiting for {what} to end (up to {timeout:g} s)"),
+    )  # fmt: skip
     note("tierd stopped")
 
 
@@ -99,23 +107,34 @@ def status(flags: dict[str, Any], as_json: bool) -> None:
         client = connect(settings)
     except DaemonUnreachable as exc:
         if as_json:
-            print_json({"state": "stopped", "pid": None, "model": None, "socket": str(settings.socket)})
+            pid = lock_holder(settings.socket)
+            state = "stopped" if pid is None else "unreachable"
+            print_json({"state": state, "pid": pid, "model": None, "socket": str(settings.socket)})
             leave(exc.exit_code)
         raise
     with client:
-        state = client.call("status")
+        status = client.call("status")
     if as_json:
-        print_json(state)
-        return
+        print_json(status)
+    else:
+        _show_status(status, settings.socket)
+
+
+def _show_status(state: dict[str, Any], socket: Path) -> None:
     rows: list[tuple[str, object]] = [
         ("state", state.get("state", "?")),
         ("pid", state.get("pid", "?")),
         ("version", state.get("version", "?")),
         ("up", human_seconds(state.get("uptime_s"))),
         ("model", state.get("model") or "none loaded"),
-        ("socket", state.get("socket", settings.socket)),
+        ("socket", state.get("socket", socket)),
         ("http", state.get("http") or "off"),
     ]
+    engines = [engine for engine in state.get("engines") or [] if isinstance(engine, dict)]
+    for engine in engines:
+        rows += [("notice", shown(str(text))) for text in engine.get("notices") or []]
+        if engine.get("state") == "ready" and not engine.get("tiers"):
+            rows.append(("engine", f"{engine.get('model', '?')} does not answer; its tiers are not known"))
     for name, value in rows:
         print(f"{name:<8} {value}")
     tiers = state.get("tiers") or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,19 +11,22 @@ import msgspec
 
 from tierd.clients.blocking import Client
 from tierd.daemon import config
+from tierd.daemon.cli_answer import ANSWER_TOKENS, Screen, generate, tell_cut
 from tierd.daemon.cli_common import (
-    Progress,
+    UTF8_HINT,
     ask,
     can_ask,
     connect_if_running,
     given_flags,
     json_option,
     load_settings,
+    not_text,
     note,
     print_json,
     settings_options,
 )
-from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound
+from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound, TierdError
+from tierd.daemon.limits import MAX_SEED, MAX_TOKEN_ID
 from tierd.daemon.models import catalog
 from tierd.daemon.protocol import Event, Message, Sampling, Submit, Timings, Usage
 
@@ -31,14 +35,15 @@ from tierd.daemon.protocol import Event, Message, Sampling, Submit, Timings, Usa
 @click.argument("words", nargs=-1, metavar="[MODEL] [PROMPT...]")
 @click.option("--system", help="System message.")
 @click.option("--temperature", "-t", type=float, help="0 is greedy; without it the model's own.")
-@click.option("--top-k", type=int, default=0, help="0: off.")
+@click.option("--top-k", type=click.IntRange(0, MAX_TOKEN_ID), default=0, help="0: off.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--min-p", type=float, default=0.0, show_default=True)
 @click.option("--repetition-penalty", type=float, default=1.0, show_default=True)
-@click.option("--max-tokens", type=int, help="Longest answer.")
-@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option("--max-tokens", type=click.IntRange(1, MAX_TOKEN_ID),
+              help=f"Longest answer; if not given {ANSWER_TOKENS:,}.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(-MAX_SEED, MAX_SEED), help="The same seed gives the same answer.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
-@click.option("--ctx", type=int, help="Context of this request in tokens.")
+@click.option("--ctx", type=click.IntRange(1, MAX_TOKEN_ID), help="Context of this request in tokens.")
 @json_option
 @settings_options(without=("ctx",))  # here --ctx is that of the request
 def run(
@@ -46,11 +51,15 @@ def run(
 ) -> None:
     """Ask a model: with a prompt (or the standard input) one answer, on a terminal a conversation.
 
-    `-` as the prompt reads the standard input. A first word that holds a space begins the prompt; the model is then the
-    default one. Starts the daemon when none runs, with the settings that follow below.
+    `-` as the prompt reads the standard input. The first word is a model when it names a prepared or known one, or
+    looks like a reference (owner/name, name:size, FILE.gguf); else all words are a prompt for the default one. Starts
+    the daemon when none runs, with the settings that follow below.
     """
+    for name, texts in (("the prompt", words), ("--system", (system or "",)), ("--stop", options["stop"])):
+        if not_text(texts) is not None:
+            raise BadRequest(f"{name} is not valid text (UTF-8)", hint=UTF8_HINT)
     settings = load_settings(flags)
-    model, prompt = split_words(list(words), settings.default_model)
+    model, prompt = split_words(list(words), settings)
     ensure_model(settings, model)  # a mistyped name is told before anything is read
     if prompt is None and not (sys.stdin.isatty() and sys.stdout.isatty()) or prompt == "-":
         prompt = read_stdin()
@@ -70,13 +79,30 @@ def run(
             answer_once(client, with_turns(template, Message("user", prompt)), as_json=as_json)
 
 
-def split_words(words: list[str], default_model: str) -> tuple[str, str | None]:
-    """Model and prompt. A first word that cannot be a model (it holds white space, or is `-`) begins the prompt."""
-    if words and (words[0] == "-" or len(words[0].split()) != 1):
-        return default_model, " ".join(words)
+def split_words(words: list[str], settings: config.Settings) -> tuple[str, str | None]:
+    """Model and prompt. A first word that does not mean a model begins a prompt for the default one."""
     if not words:
-        return default_model, None
+        return settings.default_model, None
+    if not means_model(words[0], settings):
+        return settings.default_model, " ".join(words)
     return words[0], " ".join(words[1:]) if len(words) > 1 else None
+
+
+def means_model(word: str, settings: config.Settings) -> bool:
+    """Whether a word looks like a reference, or names a model that is prepared or can be fetched by this name."""
+    if word == "-" or len(word.split()) != 1:
+        return False
+    if ":" in word or "/" in word or word.endswith(".gguf"):
+        return True
+    try:
+        name = catalog.parse_ref(word)
+    except BadRequest:
+        return False
+    if (settings.models_dir / name).is_dir():
+        return True
+    from tierd.daemon.models.fetch import packaged
+
+    return packaged(word) is not None
 
 
 def with_turns(template: Submit, *turns: Message) -> Submit:
@@ -93,7 +119,12 @@ def read_stdin() -> str:
 
 
 def ensure_model(settings: config.Settings, model: str) -> None:
-    """Return when the model is prepared. The default one is fetched at once; for another known one we ask."""
+    """Return when the model is prepared. The default one is fetched at once; for another known one we ask.
+
+    Raises ModelNotFound with the next step.
+    """
+    if ("/" in model or model.endswith(".gguf")) and Path(model).expanduser().exists():
+        raise ModelNotFound(f"{model} is a file, not a prepared model", hint=f"`tierd pull {model}`", param="model")
     if (settings.models_dir / catalog.parse_ref(model)).is_dir():
         return
     from tierd.daemon.cli_models import pull_with_progress
@@ -108,7 +139,14 @@ def ensure_model(settings: config.Settings, model: str) -> None:
             raise ModelNotFound(f"{model} is not here yet", hint=f"`tierd pull {model}`", param="model")
         pull_with_progress(settings, model)
         return
-    catalog.find(settings.models_dir, model)  # raises, and names what there is
+    try:
+        catalog.find(settings.models_dir, model)
+    except ModelNotFound as exc:
+        raise ModelNotFound(
+            f"{model} is not prepared",
+            hint="`tierd list` shows what is, `tierd pull` with hf:owner/name or a file prepares another",
+            param="model",
+        ) from exc
 
 
 def connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> Client:
@@ -126,28 +164,31 @@ def connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> Client
 
 def answer_once(client: Client, submit: Submit, *, as_json: bool) -> None:
     """One answer on the standard output, as it comes or as one JSON document."""
-    progress = Progress()
+    screen = Screen()
     pieces: list[str] = []
-    for event in client.generate(submit):
-        match event.ev:
-            case "progress":
-                progress.on_event(event)
-            case "text":
-                progress.finish()
-                text = str(event.data.get("text", ""))
-                if as_json:
-                    pieces.append(text)
-                else:
-                    sys.stdout.write(text)
+    try:
+        for event in generate(client, submit):
+            match event.ev:
+                case "progress":
+                    screen.on_progress(event)
+                case "text" if as_json:
+                    pieces.append(str(event.data.get("text", "")))
+                case "text":
+                    screen.text(str(event.data.get("text", "")))
+                case "aborted":
+                    raise Aborted("the daemon stopped the answer", hint="`tierd logs` tells why")
+                case "done" if as_json:
+                    screen.end_line()
+                    print_json(outcome("".join(pieces), event))
+                case "done":
+                    sys.stdout.write("\n")
                     sys.stdout.flush()
-            case "aborted":
-                raise Aborted("the daemon stopped the answer", hint="`tierd logs` tells why")
-            case "done" if as_json:
-                print_json(outcome("".join(pieces), event))
-            case "done":
-                sys.stdout.write("\n")
-            case _:
-                pass  # `accepted`, and what a newer daemon may say
+                    tell_cut(event, submit, "--max-tokens")
+                case _:
+                    pass  # `accepted`, and what a newer daemon may say
+    except TierdError:
+        screen.end_line()
+        raise
 
 
 def outcome(text: str, done: Event) -> dict[str, Any]:

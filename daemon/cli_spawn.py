@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tierd.clients.blocking import Client
@@ -15,6 +16,7 @@ from tierd.daemon.errors import BadConfig, DaemonUnreachable, PermissionDenied, 
 
 START_TIMEOUT_S = 15.0
 POLL_S = 0.02
+QUIET_S = 1.0  # a person who waits longer is told for what
 
 
 def spawn(settings: Settings, flags: list[str]) -> tuple[Client, int]:
@@ -56,12 +58,20 @@ def _early_death(returncode: int, words: Path) -> TierdError:
     return kind(message or f"the daemon ended at its start with exit code {returncode}", hint=hint or f"see {words}")
 
 
-def wait_until_gone(socket: Path, pid: int, timeout_s: float) -> None:
-    """Return when the process is gone and its socket no longer answers. Raises TimedOut."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
+def wait_until_gone(
+    socket: Path, pid: int, timeout_s: float, *, on_wait: Callable[[], None] | None = None
+) -> None:
+    """Return when the process is gone and its socket no longer answers. Raises TimedOut.
+
+    `on_wait` is called once, when it takes longer than `QUIET_S`.
+    """
+    started_s = time.monotonic()
+    while (waited_s := time.monotonic() - started_s) < timeout_s:
         if not _alive(pid) and not _answers(socket):
             return
+        if on_wait is not None and waited_s >= QUIET_S:
+            on_wait()
+            on_wait = None
         time.sleep(POLL_S)
     raise TimedOut(f"the daemon (pid {pid}) did not end within {timeout_s:g} s", hint=f"`kill -9 {pid}` loses no page")
 

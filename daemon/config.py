@@ -290,6 +290,15 @@ def probe_machine(cache_dir: Path) -> Machine:
     return Machine(total, available, disk.f_bavail * disk.f_frsize)
 
 
+def total_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that a process here could take if nothing else ran: the machine's, or its container's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int((root / "memory.max").read_text("ascii")))
+    except (OSError, ValueError):  # no cgroup v2 here, or the word "max"
+        return total
+
+
 def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Memory that this control group may still take; None without a limit."""
     try:

@@ -28,7 +28,8 @@ class Door:
         """Take the lock and listen. Raises AlreadyRunning, PermissionDenied, BadConfig."""
         self.path = check_socket_path(path)
         make_private_dir(path.parent)
-        self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock_fd = _lock(self._lock_path, path)
         try:
             self.socket = self._bind()
         except BaseException:
@@ -38,10 +39,34 @@ class Door:
     def close(self) -> None:
         """Remove the socket, then let the lock go. The order keeps a successor's socket safe."""
         with contextlib.suppress(OSError):
-            if os.stat(self.path).st_ino == self._inode:
+            if os.lstat(self.path).st_ino == self._inode:
                 os.unlink(self.path)
         self.socket.close()
         os.close(self._lock_fd)
+
+    def restore(self) -> bool:
+        """Listen anew, at a new `socket`, if the socket file is gone; True if that was so.
+
+        Another file in its place is left alone: it is somebody's. Raises as the constructor does, AlreadyRunning when
+        the lock file went as well and another daemon took its place.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(self.path)
+            return False
+        make_private_dir(self.path.parent)
+        if not self._holds_lock():
+            # A lock on a file without a name keeps nobody out.
+            fd = _lock(self._lock_path, self.path)
+            os.close(self._lock_fd)
+            self._lock_fd = fd
+        old, self.socket = self.socket, self._bind()
+        old.close()
+        return True
+
+    def _holds_lock(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.lstat(self._lock_path), os.fstat(self._lock_fd))
+        return False
 
     def _bind(self) -> socket.socket:
         if _answers(self.path):
@@ -60,7 +85,7 @@ class Door:
             raise PermissionDenied(f"cannot listen at {self.path}: {exc.strerror}", hint=hint) from exc
         finally:
             os.umask(mask)
-        self._inode = os.stat(self.path).st_ino
+        self._inode = os.lstat(self.path).st_ino
         return sock
 
 

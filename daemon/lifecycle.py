@@ -16,7 +16,7 @@ from typing import Any
 from tierd.daemon.child import WORKER
 from tierd.daemon.config import Settings, is_loopback, split_listen
 from tierd.daemon.door import Door
-from tierd.daemon.errors import BadConfig, Conflict, Draining
+from tierd.daemon.errors import BadConfig, Conflict, Draining, TierdError
 from tierd.daemon.metrics import Metrics
 from tierd.daemon.notify import notify
 from tierd.daemon.prepare import Preparer
@@ -32,6 +32,7 @@ BACKLOG = 1024
 FAREWELL_S = 0.5  # the others are told, and clients read it
 FLUSH_S = 3.0  # engines make pages durable
 ENGINES_S = 4.5  # until engines are killed
+DOOR_CHECK_S = 5.0  # between two looks whether the socket file is there; a look costs microseconds
 
 
 def serve(settings: Settings, *, command: tuple[str, ...] = WORKER) -> int:
@@ -42,11 +43,11 @@ def serve(settings: Settings, *, command: tuple[str, ...] = WORKER) -> int:
     """
     _allow_many_files()
     with contextlib.ExitStack() as stack:
+        door = Door(settings.socket)  # first: a second daemon must learn of the first one, not of a taken port
+        stack.callback(door.close)
         web_socket = _listen(settings.listen, settings.api_key)
         if web_socket is not None:
             stack.callback(web_socket.close)
-        door = Door(settings.socket)
-        stack.callback(door.close)
         return asyncio.run(_Daemon(settings, command).run(door, web_socket))
 
 
@@ -75,6 +76,7 @@ class _Daemon:
         await self._server.start(door.socket)
         log.info("listening at %s", door.path)
         keep_alive = asyncio.create_task(self._supervisor.keep_alive(), name="keep-alive")
+        watch = asyncio.create_task(self._watch(door), name="door")
         web: Any = None
         code = 0
         try:
@@ -89,8 +91,27 @@ class _Daemon:
             stop.cancel()
         finally:
             keep_alive.cancel()
+            watch.cancel()
             await self._stop(web)
         return code
+
+    async def _watch(self, door: Door) -> None:
+        """Put the socket file back when somebody cleaned it away. Connections that are open don't notice."""
+        told, accepting = "", True
+        while True:
+            await asyncio.sleep(DOOR_CHECK_S)
+            try:
+                if door.restore():
+                    accepting = False
+                if accepting:
+                    continue
+                await self._server.start(door.socket)
+                log.warning("%s was removed; listening there again", door.path)
+                told, accepting = "", True
+            except (TierdError, OSError) as exc:
+                if told != str(exc):  # not again every few seconds
+                    told = str(exc)
+                    log.error("%s was removed and can't be put back: %s", door.path, exc)
 
     async def _start_web(self, web_socket: socket.socket) -> Any:
         # In a thread: the import takes 0.3 s, during which the unix socket answers.

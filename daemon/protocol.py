@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are chosen. Ranges are checked by `limits.check_submit`, once for all dialects."""
 
-    temperature: float | None = None  # None: the model's default (1.0 unless it says otherwise); 0 is greedy
+    temperature: float | None = None  # None: the model's default (0.8 with top_p 0.95 if it has none); 0 is greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0

@@ -42,15 +42,19 @@ class Server:
     def __init__(self, service: Service, allowed_uids: frozenset[int] = frozenset({os.getuid(), 0})) -> None:
         self._service = service
         self._allowed_uids = allowed_uids
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, sock: socket.socket) -> None:
-        """Begin to accept. The socket stays the caller's."""
+        """Begin to accept, here instead of at the socket of an earlier call. The socket stays the caller's."""
         # A full backlog of a unix socket does not make clients wait: asyncio's connect reports success and fails later.
-        self._server = await asyncio.start_unix_server(
+        server = await asyncio.start_unix_server(
             self._accept, sock=sock.dup(), limit=READ_BYTES, backlog=MAX_CONNECTIONS
         )
+        # The one before goes with the next: its backlog may hold clients that came before its file was removed.
+        for old in self._servers[:-1]:
+            old.close()
+        self._servers = [*self._servers[-1:], server]
 
     @property
     def connections(self) -> int:
@@ -59,8 +63,8 @@ class Server:
 
     async def close(self) -> None:
         """Accept nothing more, end every connection and its requests."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

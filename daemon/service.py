@@ -278,7 +278,7 @@ class Service:
         return await engine.call(op, args, timeout_s)
 
     def _find(self, ref: str) -> tuple[Model, int]:
-        """A model and the context, in tokens, that its engine serves. A manifest is read again when its file changed."""
+        """A model, and the context in tokens that its engine serves. Reads a manifest again when its file changed."""
         ref = ref or self.settings.default_model
         name = catalog.parse_ref(ref)
         directory = self.settings.models_dir / name

@@ -39,7 +39,8 @@ class Pager:
         store: the NVMe tier; None: off. The pager does not close it.
         mover: moves the bytes. The pager closes it.
         clock: seconds, never going back.
-        events: called with ("notice", {"text": ...}) when a tier is turned off or is full.
+        events: called with ("notice", {"text": ...}) when a tier is turned off or is full, or when
+            pages on disk fail their check.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Pager:
         self.residency = Residency(self.index, device, self.host, slots)
         self.writeback = Writeback(self.residency, store, mover, self._notice, self._written)
         self.evictor = Evictor(self.residency, mover, self.writeback)
-        self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback)
+        self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback, self._notice)
         self.leases: set[Lease] = set()
         self.clock = clock
         self._events = events
@@ -218,6 +219,7 @@ class Pager:
         for completion in done:
             completion.job.on_done(completion)
         changed = bool(done)
+        self.promoter.tell_damage(now_s)
         if self.promoter.fetching:
             changed |= self.promoter.poll(now_s)
         changed |= self.writeback.poll(now_s)

@@ -22,16 +22,28 @@ from tierd.tiers.writeback import Writeback
 LATE = "late"  # had not arrived at the deadline
 NO_ROOM = "no_room"  # no device slot for the copy of a partial page
 
+DAMAGE_EVERY_S = 60.0  # between two notices of pages that failed their check
+
 
 class Promoter:
     """Not thread-safe: only the pager's thread calls it."""
 
     def __init__(
-        self, residency: Residency, store: Store | None, mover: Mover, evictor: Evictor, writeback: Writeback
+        self,
+        residency: Residency,
+        store: Store | None,
+        mover: Mover,
+        evictor: Evictor,
+        writeback: Writeback,
+        notify: Callable[[str], None],
     ) -> None:
         self.fetching: dict[Lease, None] = {}  # in the order of their fetches: the first gets free slots first
         self.promotions = [0, 0, 0]  # pages brought up, by the tier they came from
         self.misses: Counter[str] = Counter()  # pages that were found and did not arrive, by reason
+        self.damaged_pages = 0  # of the store: they could not be read, or were not what they should be
+        self._told_damaged = 0
+        self._told_damaged_s = float("-inf")
+        self._notify = notify
         self._residency = residency
         self._store = store
         self._mover = mover
@@ -55,6 +67,16 @@ class Promoter:
                 self.cut(lease, late, LATE)
                 self._advance(lease)
         return len(self.fetching) < before
+
+    def tell_damage(self, now_s: float) -> None:
+        """Tells the user of damaged pages: of the first at once, of later ones at most once in `DAMAGE_EVERY_S`."""
+        count = self.damaged_pages
+        if count == self._told_damaged or now_s - self._told_damaged_s < DAMAGE_EVERY_S:
+            return
+        self._told_damaged, self._told_damaged_s = count, now_s
+        many = f"{count} pages on disk failed their check so far and were"
+        what = "1 page on disk failed its check and was" if count == 1 else many
+        self._notify(f"{what} dropped; the disk may be failing")
 
     def cut(self, lease: Lease, length: int, reason: str) -> None:
         """Shortens a lease to its first `length` pages. What is on its way arrives all the same, as cache."""
@@ -193,6 +215,7 @@ class Promoter:
         if error.reason is LostReason.STORE_OFF:
             self._writeback.turn_off(str(error))
         else:
+            self.damaged_pages += error.reason is not LostReason.ABSENT
             self._writeback.add(node)  # if it has a copy higher up
         return error.reason
 

@@ -239,7 +239,7 @@ class Store:
     def check(self) -> list[str]:
         """Findings of a look at the ledger and the index; empty when right. Reads no page. Raises StoreBroken."""
         with self._lock:
-            self._require_usable()
+            self._require_present()
             with self._guard([]):
                 findings = self._slabs.check() + self._index.check()
                 slots = self._index.slots().tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierd.tiers.errors import StoreBroken
 from tierd.tiers.keys import pack_tokens
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import Node
@@ -63,13 +64,21 @@ def gc(pager: Pager, deadline_s: float) -> int:
 def verify(pager: Pager, repair: bool, deadline_s: float) -> list[str]:
     """See `Pager.verify`."""
     findings = pager.check()
-    if pager.store is None or not pager.writeback.on:
+    if pager.store is None:
         return findings
+    if not pager.writeback.on:
+        return [*findings, _off(pager)]
     if not _settle_store(pager, deadline_s):
         return [*findings, "the store is busy: its pages were not verified"]
-    findings += pager.store.verify(repair)
+    if not pager.writeback.on:  # one of the jobs that were waited for failed
+        return [*findings, _off(pager)]
+    try:
+        findings += pager.store.verify(repair)
+        rows = {meta.key for meta in pager.store.pages()} if repair else set()
+    except StoreBroken as exc:
+        pager.writeback.turn_off(str(exc))
+        return [*findings, _off(pager)]
     if repair:
-        rows = {meta.key for meta in pager.store.pages()}
         for node in list(pager.index.nodes.values()):
             if node.durable and node.key not in rows and not node.moves:
                 pager.residency.take(node, Tier.NVME)
@@ -78,6 +87,10 @@ def verify(pager: Pager, repair: bool, deadline_s: float) -> list[str]:
         if strange:
             pager.store.remove(strange)
     return findings
+
+
+def _off(pager: Pager) -> str:
+    return f"the disk tier is off, its pages were not verified: {pager.writeback.off_reason}"
 
 
 def _forget(pager: Pager, nodes: list[Node]) -> int:

@@ -63,6 +63,7 @@ class Writeback:
         on_written: Callable[[Node], None],
     ) -> None:
         self.on = store is not None
+        self.off_reason = ""  # why a store was given up
         self.dirty = residency.dirty
         self.groups = 0  # in flight
         self.jobs = 0  # in flight, of any kind
@@ -143,6 +144,7 @@ class Writeback:
         if not self.on:
             return
         self.on = False
+        self.off_reason = reason
         self._notify(f"the NVMe tier is off: {reason}; serving goes on without it")
         self._residency.store_slots = 0
         waiting = list(self.dirty.values())

@@ -6,6 +6,7 @@ Imports the kernels, so it is itself imported only after the worker has set wher
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.config import EngineConfig
+from tierd.daemon.config import EngineConfig, total_memory_bytes
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.model import rope
@@ -76,6 +77,7 @@ class Engine:
 def build(config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int) -> Engine:
     """Load everything. Raises TierdError of some kind when the model or the configuration does not allow it."""
     directory = Path(config.model_dir)
+    _check_memory(config, total_memory_bytes())
     try:
         manifest = load_manifest(directory)
     except ModelFileError as exc:
@@ -135,7 +137,7 @@ def _build(
     store, notes = _open_store(config, layout, root)
     if store is not None:
         resources.callback(store.close)
-    device = Arena("device", slots, layout.record_bytes)
+    device = _arena("device", config.device_bytes, layout)
     loops: list[StepLoop] = []  # the mover comes before the loop it wakes
     mover = Mover(MOVER_THREADS, wake=lambda: loops[0].wake() if loops else None)
     resources.callback(mover.close)
@@ -144,7 +146,7 @@ def _build(
         page_tokens=layout.page_tokens,
         root=root,
         device=device,
-        host=Arena("host", config.host_bytes // layout.record_bytes, layout.record_bytes),
+        host=_arena("host", config.host_bytes, layout),
         store=store,
         mover=mover,
         clock=clock,
@@ -161,6 +163,45 @@ def _build(
     loops.append(loop)
     intake = Intake(facts, vocabulary, template)
     return Engine(manifest.name, context, root.hex(), intake, loop, pager, board, tuple(notes), resources)
+
+
+def _check_memory(config: EngineConfig, total_bytes: int) -> None:
+    """Both arenas lie in RAM. Asking for more than there is would map, and be killed when the pages fill."""
+    sizes = {"device_mem": config.device_bytes, "host_mem": config.host_bytes}
+    if sum(sizes.values()) <= total_bytes:
+        return
+    alone = [name for name, size in sizes.items() if size > total_bytes]
+    blamed = alone or list(sizes)
+    asked = " and ".join(f"{name} of {_gigabytes(sizes[name])}" for name in blamed)
+    raise BadConfig(
+        f"{asked} {'is' if len(blamed) == 1 else 'are'} more than this machine's memory of {_gigabytes(total_bytes)}",
+        hint=f"give less with {' and '.join(_flag(name) for name in blamed)}, or auto",
+        param=blamed[0],
+    )
+
+
+def _arena(name: str, size_bytes: int, layout: PageLayout) -> Arena:
+    """The arena of a tier. Raises BadConfig if the system has no memory for it."""
+    try:
+        return Arena(name, size_bytes // layout.record_bytes, layout.record_bytes)
+    except OSError as exc:
+        if exc.errno != errno.ENOMEM:
+            raise
+        setting = f"{name}_mem"
+        raise BadConfig(
+            f"the system refuses {_gigabytes(size_bytes)} of memory for {setting}; this machine has "
+            f"{_gigabytes(total_memory_bytes())}",
+            hint=f"give less with {_flag(setting)}, or auto; a limit (ulimit -v) may be lower",
+            param=setting,
+        ) from exc
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def _flag(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
 
 
 def _context(wanted: int, manifest: Manifest) -> int:

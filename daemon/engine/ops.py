@@ -195,12 +195,14 @@ class Ops:
         return {"tokens": tokens}
 
     async def _cache(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        loop, pager = self._up().loop, self._up().pager
+        engine = self._up()
+        loop, pager = engine.loop, engine.pager
         match args.get("action"):
             case "verify":
                 repair = bool(args.get("repair", False))
                 call = loop.call(lambda: pager.verify(repair, time.monotonic() + VERIFY_TIMEOUT_S))
-                return {"findings": await asyncio.wrap_future(call)}
+                never_opened = engine.notes if pager.store is None else ()  # why, if a store was wanted
+                return {"findings": [*never_opened, *await asyncio.wrap_future(call)]}
             case "gc":
                 call = loop.call(lambda: pager.gc(time.monotonic() + GC_TIMEOUT_S))
                 return {"removed_pages": await asyncio.wrap_future(call)}

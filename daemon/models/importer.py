@@ -18,7 +18,7 @@ import msgspec
 
 from tierd.daemon.errors import BadRequest, Conflict, OutOfSpace
 from tierd.daemon.models import catalog
-from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry
+from tierd.daemon.models.catalog import Manifest, RecordEntry, Sampling, TensorEntry
 from tierd.daemon.models.digests import model_digest, new_digest, record_digest, source_digest, text_digest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.file_reader import FileReader
@@ -43,13 +43,15 @@ def import_model(
     progress: Progress,
     *,
     source_ref: str | None = None,
+    sampling: Sampling | None = None,
     replace: bool = False,
 ) -> Manifest:
     """Prepare `source` (a .gguf file or a model directory) as `models_dir/name` and return its manifest.
 
     `weights` forces a weight format, None or `auto` keeps what the source has (see `weights.py`). `source_ref` is what
-    the manifest names as its source. Raises ModelFileError for a source that can't be used, OutOfSpace, BadRequest for
-    a bad name or format, Conflict if the name is taken (and not `replace`) or another import runs.
+    the manifest names as its source. `sampling` are the defaults of a source that publishes none itself. Raises
+    ModelFileError for a source that can't be used, OutOfSpace, BadRequest for a bad name or format, Conflict if the
+    name is taken (and not `replace`) or another import runs.
     """
     if not catalog.NAME.fullmatch(name):
         raise BadRequest(f"{name[:80]!r} is no model name", hint="take lower-case letters, digits, '.', '_' and '-'")
@@ -81,6 +83,7 @@ def import_model(
                     source=source_ref or str(source),
                     source_digest=digest,
                     weights=AUTO if wanted is None else wanted.value,
+                    sampling=(sampling or Sampling()) if manifest.sampling == Sampling() else manifest.sampling,
                 )
                 _write_texts(temp, model, manifest)
                 _publish(temp, target)

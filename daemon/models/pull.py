@@ -56,7 +56,11 @@ def pull(
                 f"{target!r} is a model from {current.source}",
                 hint="give the new one another name with --name, or replace the old one with --force",
             )
-        return import_model(source, models_dir, target, weights, progress, source_ref=label, replace=True)
+        known = fetch.packaged(ref)
+        sampling = None if known is None else known.sampling
+        return import_model(
+            source, models_dir, target, weights, progress, source_ref=label, sampling=sampling, replace=True
+        )
     except ModelFileError as exc:
         raise ModelInvalid(str(exc)) from exc
     except PermissionError as exc:

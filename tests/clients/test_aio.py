@@ -14,6 +14,7 @@ from fake_front import USAGE, FakeFront
 from tierd.clients import AsyncClient
 from tierd.clients.aio import INBOX_EVENTS
 from tierd.daemon.errors import (
+    BadRequest,
     ContextLengthExceeded,
     DaemonUnreachable,
     EngineFailed,
@@ -21,7 +22,7 @@ from tierd.daemon.errors import (
     ProtocolError,
     TimedOut,
 )
-from tierd.daemon.protocol import Event, Submit
+from tierd.daemon.protocol import Event, Sampling, Submit
 
 
 @pytest.fixture
@@ -50,6 +51,14 @@ async def test_call(client: AsyncClient, front: FakeFront) -> None:
     seen: list[Event] = []
     assert await client.call("load", model="m", on_progress=seen.append) == {"model": "m"}
     assert [event.data["done"] for event in seen] == [0, 5, 10]
+
+
+async def test_what_no_frame_can_hold_is_a_bad_request(client: AsyncClient, front: FakeFront) -> None:
+    with pytest.raises(BadRequest, match="sampling.seed is a number beyond 64 bits"):
+        await anext(client.generate(Submit(model="m", prompt="p", sampling=Sampling(seed=1 << 64))))
+    with pytest.raises(BadRequest, match="model is not valid text"):
+        await client.call("show", model="\udcff")
+    assert await client.call("ps") == {"engines": []}
 
 
 async def test_call_raises_the_error_of_the_daemon(client: AsyncClient, front: FakeFront) -> None:

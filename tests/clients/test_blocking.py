@@ -12,6 +12,7 @@ from fake_front import TIMINGS, USAGE, FakeFront
 
 from tierd.clients import Client
 from tierd.daemon.errors import (
+    BadRequest,
     ContextLengthExceeded,
     DaemonUnreachable,
     EngineFailed,
@@ -20,7 +21,7 @@ from tierd.daemon.errors import (
     ProtocolError,
     TimedOut,
 )
-from tierd.daemon.protocol import Event, Submit
+from tierd.daemon.protocol import Event, Message, Sampling, Submit
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
@@ -52,6 +53,31 @@ def test_call_passes_arguments_and_progress(client: Client, front: FakeFront) ->
     assert client.call("load", model="m", timeout_s=3, on_progress=seen.append) == {"model": "m"}
     assert front.requests[-1].args == {"model": "m", "timeout_s": 3}
     assert [event.data["done"] for event in seen] == [0, 5, 10]
+
+
+@pytest.mark.parametrize(
+    ("submit", "text"),
+    [
+        (Submit(model="m", prompt="p", sampling=Sampling(seed=1 << 64)), "sampling.seed is a number beyond 64 bits"),
+        (Submit(model="m", prompt="p", sampling=Sampling(max_tokens=10**30)), "sampling.max_tokens is a number"),
+        (Submit(model="m", prompt="p", sampling=Sampling(logit_bias={1 << 64: 1.0})), "sampling.logit_bias has a num"),
+        (Submit(model="m", messages=(Message("user", "\udcff"),)), r"messages\[0\].content is not valid text"),
+        (Submit(model="\udcff", prompt="p"), "model is not valid text"),
+    ],
+)
+def test_what_no_frame_can_hold_is_a_bad_request(client: Client, submit: Submit, text: str) -> None:
+    with pytest.raises(BadRequest, match=text):
+        list(client.generate(submit))
+    assert client.call("ps") == {"engines": []}, "the connection is as good as before"
+
+
+def test_a_call_that_no_frame_can_hold(client: Client) -> None:
+    with pytest.raises(BadRequest, match="show has a name|is not valid"):
+        client.call("show", **{"\udcff": 1})
+    with pytest.raises(BadRequest, match="model is not valid text") as caught:
+        client.call("show", model="\udcff")
+    assert caught.value.param == "model"
+    assert client.call("ps") == {"engines": []}
 
 
 def test_call_raises_the_error_of_the_daemon(client: Client, front: FakeFront) -> None:

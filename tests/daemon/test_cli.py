@@ -115,6 +115,24 @@ def test_our_own_bug_shows_no_internals(cli: Cli, monkeypatch: pytest.MonkeyPatc
         cli("ps")
 
 
+@pytest.mark.parametrize("words", [["load", "m\udcff"], ["show", "m\udcff"], ["cache", "gc", "--model", "\udcff"]])
+def test_bytes_that_are_no_text_are_a_usage_error(cli: Cli, words: list[str]) -> None:
+    with cli.front():
+        said = cli(*words)
+        assert cli("ps").code == 0  # by now the front has seen the connection that brought nothing
+    assert said.code == 2 and "something inside" not in said.err and said.err.startswith("error: ")
+
+
+def test_an_argument_that_cannot_be_encoded_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(flags: object) -> None:
+        "\udcff".encode()
+
+    monkeypatch.setattr(cli_use, "load_settings", encode)
+    said = cli("ps", "--socket", "/\udcff")
+    assert said.code == 2 and said.hinted and "argument 3 is not valid text" in said.err
+    assert cli("ps").code == 1, "not the fault of an argument"
+
+
 def test_an_interrupt_exits_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(flags: object) -> None:
         raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_show_lists_every_setting(cli: Cli) -> None:
     lines = cli("config", "show").out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == [doc.key for doc in setting_docs()]
+
+
+def test_sizes_are_readable(cli: Cli) -> None:
+    values = dict(line.split(maxsplit=1) for line in cli("config", "show", "--device-mem", "6GB").out.splitlines())
+    assert values["device_mem"] == "6.0 GB"
+    assert re.fullmatch(r"auto \([\d.]+ [kMGT]?B\)", values["host_mem"])
 
 
 def test_show_origin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

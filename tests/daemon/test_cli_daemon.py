@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cli_rig import Cli
 
-from tierd.daemon import cli_spawn
+from tierd.daemon import cli_common, cli_spawn
+from tierd.daemon.door import Door
 
 
 @pytest.fixture
@@ -35,6 +38,51 @@ def test_status(cli: Cli) -> None:
     assert ["host", "-", "-", "-", "-"] in lines
 
 
+def test_status_shows_notices(cli: Cli) -> None:
+    notices = ["the disk tier is off: no space"]
+    engine = {"model": "alpha", "state": "ready", "notices": notices, "tiers": {"host": None}}
+    with cli.front() as front:
+        front.answers["status"] = {**STATUS, "engines": [engine]}
+        said = cli("status").out
+    assert "notice   the disk tier is off: no space\n" in said and "does not answer" not in said
+
+
+def test_status_tells_of_a_silent_engine(cli: Cli) -> None:
+    with cli.front() as front:
+        for state, silent in (("ready", True), ("starting", False)):
+            front.answers["status"] = {**STATUS, "tiers": {}, "engines": [{"model": "alpha", "state": state}]}
+            assert ("engine   alpha does not answer" in cli("status").out) == silent
+
+
+@pytest.fixture
+def stranded(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The pid of a process that holds the lock, without a socket."""
+    monkeypatch.setattr(cli_common, "BIND_S", 0.1)
+    door = Door(cli.socket)
+    cli.socket.unlink()
+    yield os.getpid()
+    door.close()
+
+
+@pytest.mark.parametrize("verb", ["status", "ps", "stop", "start"])
+def test_a_daemon_without_its_socket(cli: Cli, stranded: int, verb: str) -> None:
+    said = cli(verb)
+    assert said.code == 69 and said.hinted
+    assert f"a daemon (pid {stranded}) runs, but its socket is gone" in said.err and f"`kill {stranded}`" in said.err
+
+
+def test_status_of_a_daemon_without_its_socket(cli: Cli, stranded: int) -> None:
+    shown = cli("status", "--json").json
+    assert (shown["state"], shown["pid"]) == ("unreachable", stranded)
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", f"{2**40}", f"{os.getpid()}"])
+def test_a_lock_file_that_nobody_holds_is_nothing(cli: Cli, text: str) -> None:
+    (cli.home / "s.lock").write_text(text)
+    said = cli("ps")
+    assert said.code == 69 and "no daemon runs" in said.err
+
+
 def test_status_of_a_stopped_daemon(cli: Cli) -> None:
     said = cli("status", "--json")
     assert said.code == 69
@@ -48,6 +96,17 @@ def test_stop_waits_until_it_is_gone(cli: Cli) -> None:
         assert front.requests[-1].args == {"timeout_s": 3.0}
 
 
+@pytest.mark.parametrize(("live", "what"), [(2, "2 answers"), (1, "1 answer"), (0, "the daemon")])
+def test_stop_tells_what_it_waits_for(cli: Cli, monkeypatch: pytest.MonkeyPatch, live: int, what: str) -> None:
+    monkeypatch.setattr(cli_spawn, "QUIET_S", 0.0)
+    answers = iter([True, True, False])
+    monkeypatch.setattr(cli_spawn, "_answers", lambda socket: next(answers))
+    with cli.front() as front:
+        front.answers["status"] = {"pid": 0, "queue": {"live": live}}
+        said = cli("stop", "--timeout", "3")
+    assert said.err.splitlines() == [f"waiting for {what} to end (up to 3 s)", "tierd stopped"]
+
+
 def test_start_of_a_running_daemon(cli: Cli) -> None:
     with cli.front() as front:
         front.answers["load"] = {"model": "alpha"}
@@ -59,7 +118,5 @@ def test_start_of_a_running_daemon(cli: Cli) -> None:
 
 
 def test_wait_until_gone_has_a_deadline(tmp_path: Path) -> None:
-    import os
-
     with pytest.raises(Exception, match="did not end"):
         cli_spawn.wait_until_gone(tmp_path / "s", os.getpid(), 0.1)

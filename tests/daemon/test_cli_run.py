@@ -12,6 +12,7 @@ from front_harness import make_model
 
 from tierd.clients import Client
 from tierd.daemon import cli_models, cli_run, cli_spawn
+from tierd.daemon.cli_common import load_settings
 from tierd.daemon.cli_run import split_words
 from tierd.daemon.protocol import Message
 
@@ -27,17 +28,53 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     ("words", "split"),
     [
         ([], ("d", None)),
-        (["m"], ("m", None)),
-        (["m", "a", "b"], ("m", "a b")),
+        (["alpha"], ("alpha", None)),
+        (["alpha", "a", "b"], ("alpha", "a b")),
+        (["smollm2-135m", "a"], ("smollm2-135m", "a")),
+        (["llama3:8b", "hi"], ("llama3:8b", "hi")),
+        (["hf:o/n"], ("hf:o/n", None)),
+        (["./x.gguf"], ("./x.gguf", None)),
+        (["x.gguf", "a"], ("x.gguf", "a")),
+        (["Hi"], ("d", "Hi")),
+        (["Hi!"], ("d", "Hi!")),
+        (["what", "is", "it"], ("d", "what is it")),
         (["What is it?"], ("d", "What is it?")),
         (["What is", "it?"], ("d", "What is it?")),
         (["-"], ("d", "-")),
-        (["m", "-"], ("m", "-")),
+        (["alpha", "-"], ("alpha", "-")),
         ([""], ("d", "")),
     ],
 )
-def test_split_words(words: list[str], split: tuple[str, str | None]) -> None:
-    assert split_words(words, "d") == split
+def test_split_words(cli: Cli, words: list[str], split: tuple[str, str | None]) -> None:
+    assert split_words(words, load_settings({"default_model": "d"})) == split
+
+
+def test_a_single_word_is_a_prompt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERD_DEFAULT_MODEL", "alpha")
+    with cli.front() as front:
+        assert cli("run", "Hi").code == 0
+    assert front.submits[0].messages == (Message("user", "Hi"),)
+    assert front.submits[0].model == "alpha"
+
+
+def test_the_answer_has_a_limit(cli: Cli) -> None:
+    with cli.front() as front:
+        assert cli("run", "alpha", "echo a").code == 0
+    assert front.submits[0].sampling.max_tokens == 1024
+    assert "1,024" in cli("run", "--help").out
+
+
+def test_an_error_begins_on_a_new_line(cli: Cli) -> None:
+    with cli.front():
+        said = cli("run", "alpha", "drop")
+    assert said.out == "half\n" and said.err.startswith("error: ")
+
+
+def test_a_file_is_no_prepared_model(cli: Cli) -> None:
+    file = cli.home / "x.gguf"
+    file.touch()
+    said = cli("run", str(file), "hi")
+    assert said.code == 1 and said.hinted and f"tierd pull {file}" in said.err
 
 
 def test_one_answer_is_streamed(cli: Cli) -> None:
@@ -86,6 +123,13 @@ def test_the_standard_input(cli: Cli, words: list[str]) -> None:
         (["alpha"], b"\xff\xfe", "not UTF-8"),
         (["alpha", "echo a", "--temperature", "warm"], b"", "not a valid float"),
         (["../etc", "x"], b"", "no model name"),
+        (["alpha", "a", "--max-tokens", "9" * 23], b"", "--max-tokens"),
+        (["alpha", "a", "--seed", "9" * 23], b"", "--seed"),
+        (["alpha", "a", "--top-k", "9" * 23], b"", "--top-k"),
+        (["alpha", "a", "--ctx", "9" * 23], b"", "--ctx"),
+        (["alpha", "a\udcff"], b"", "the prompt is not valid text"),
+        (["alpha", "a", "--system", "\udcff"], b"", "--system is not valid text"),
+        (["alpha", "a", "--stop", "\udcff"], b"", "--stop is not valid text"),
     ],
 )
 def test_bad_input_exits_2(cli: Cli, words: list[str], stdin: bytes, text: str) -> None:
@@ -117,8 +161,9 @@ def test_an_interrupt_cancels(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_unknown_model(cli: Cli) -> None:
-    said = cli("run", "beta", "hello")
+    said = cli("run", "llama3:8b", "hi")
     assert said.code == 1 and said.hinted
+    assert "llama3:8b is not prepared" in said.err and "tierd list" in said.err
 
 
 def test_the_default_model_is_fetched(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from tierd.daemon.config import (
     resolve_sizes,
     setting_docs,
     split_listen,
+    total_memory_bytes,
 )
 from tierd.daemon.errors import BadConfig
 
@@ -223,6 +225,15 @@ def test_cgroup_limit(tmp_path: Path) -> None:
     assert _cgroup_left_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("300\n")
     assert _cgroup_left_bytes(tmp_path) == 200
+
+
+def test_total_memory(tmp_path: Path) -> None:
+    machine = total_memory_bytes(tmp_path)
+    assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_memory_bytes(tmp_path) == machine
+    (tmp_path / "memory.max").write_text(f"{machine // 2}\n")
+    assert total_memory_bytes(tmp_path) == machine // 2
 
 
 def test_engine_config_survives_json(env: dict[str, str], file: Path, tmp_path: Path) -> None:

@@ -79,3 +79,37 @@ def test_a_directory_in_the_way(path, no_files_left):
     path.mkdir(parents=True)
     with pytest.raises((PermissionDenied, OSError)):
         Door(path)
+
+
+@pytest.mark.parametrize("cleaned", ["socket", "files", "directory"])
+def test_a_socket_that_was_removed_comes_back_under_a_lock(path, no_files_left, cleaned):
+    door = Door(path)
+    assert not door.restore()
+    path.unlink()
+    if cleaned != "socket":
+        path.with_name("t.sock.lock").unlink()
+    if cleaned == "directory":
+        path.parent.rmdir()
+    assert door.restore() and not door.restore()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        door.socket.accept()[0].close()
+    with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}"):
+        Door(path)
+    door.close()
+    assert not path.exists()
+
+
+def test_a_successor_that_took_a_cleaned_place_is_left_alone(path, no_files_left):
+    door = Door(path)
+    path.unlink()
+    path.with_name("t.sock.lock").unlink()
+    successor = Door(path)
+    assert not door.restore()
+    path.unlink()
+    with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}"):
+        door.restore()
+    door.close()
+    assert successor.restore()
+    successor.close()

@@ -82,6 +82,35 @@ def test_a_second_daemon_is_refused_and_the_first_goes_on(daemon):
     assert first.wait() < 5
 
 
+def test_a_second_daemon_learns_of_the_first_not_of_the_port(daemon):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = daemon(listen=f"127.0.0.1:{port}")
+    first.wait()
+    second = daemon(listen=f"127.0.0.1:{port}")
+    assert second.process.wait(10) == 1
+    said = second.end()
+    assert f"a daemon (pid {first.process.pid}) already serves" in said and "Address already in use" not in said
+
+
+def test_a_socket_that_was_cleaned_away_comes_back(daemon):
+    one = daemon(times={"DOOR_CHECK_S": 0.05})
+    one.wait()
+
+    async def across():
+        wire = await Wire.connect(one.socket)
+        for _ in range(3):
+            one.socket.unlink()
+            await asyncio.to_thread(one.wait)
+        assert (await wire.call("status"))["state"] == "idle"  # the old connection goes on
+        await wire.close()
+
+    asyncio.run(across())
+    one.signal(signal.SIGTERM)
+    assert one.process.wait(STOP_S) == 0 and not one.socket.exists()
+    assert "was removed; listening there again" in one.end()
+
+
 def test_a_killed_daemon_leaves_nothing_in_the_way(daemon):
     first = daemon()
     first.wait()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from tests.tiers.fakes import FAR_S, ManualMover, MemoryStore, Rig
 from tierd.tiers.errors import LostReason, PageLost
+from tierd.tiers.promote import DAMAGE_EVERY_S
 
 A = list(range(1, 13))
 
@@ -136,5 +137,29 @@ def test_a_page_computed_meanwhile_does_not_make_the_others_ready() -> None:
     rig.settle()
     assert slow.ready
     rig.expect(slow, A[:8])
+    rig.check()
+    rig.close()
+
+
+def test_damaged_pages_are_told_at_once_then_once_a_minute() -> None:
+    sequences = [[number * 100 + token for token in range(4)] for number in range(1, 6)]
+    rig, store = stored(*sequences)
+    store.fail_read = lambda _key: PageLost(LostReason.PAYLOAD)
+    rig.start([*sequences[0], 9])
+    first = "notice: 1 page on disk failed its check and was dropped; the disk may be failing"
+    assert rig.notices == [first]
+    for tokens in sequences[1:4]:
+        rig.start([*tokens, 9])
+    assert rig.notices == [first]
+    rig.now_s += DAMAGE_EVERY_S
+    rig.poll()
+    assert rig.notices[1:] == [
+        "notice: 4 pages on disk failed their check so far and were dropped; the disk may be failing"
+    ]
+    rig.now_s += DAMAGE_EVERY_S
+    rig.poll()
+    store.fail_read = lambda _key: PageLost(LostReason.ABSENT)  # no damage: it was removed meanwhile
+    rig.start([*sequences[4], 9])
+    assert len(rig.notices) == 2
     rig.check()
     rig.close()

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
-from tests.tiers.fakes import ROOT, ManualMover, MemoryStore, Rig
+from tests.tiers.fakes import ROOT, ManualMover, MemoryStore, Rig, open_store
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.keys import pack_tokens, page_key
+from tierd.tiers.mover import Mover
 from tierd.tiers.store import PageMeta
 
 A = list(range(1, 13))
@@ -159,3 +163,19 @@ def test_clear_gives_the_space_back_when_nothing_is_left() -> None:
     assert len(store.rows) == 3
     rig.check()
     rig.close()
+
+
+def test_verify_says_why_the_store_is_off(tmp_path: Path) -> None:
+    with open_store(tmp_path / "kv", 64) as store:
+        rig = Rig(store=store, mover=Mover(1))
+        rig.serve(A)
+        assert rig.pager.flush(rig.now_s + 1) == 0
+        assert rig.pager.verify(repair=False) == []
+        shutil.rmtree(tmp_path / "kv")
+        for repair in (False, True):
+            (finding,) = rig.pager.verify(repair)
+            assert "the disk tier is off" in finding and "was removed or replaced" in finding
+        assert len(rig.notices) == 1
+        assert not rig.pager.statistics().nvme_on
+        rig.check()
+        rig.close()

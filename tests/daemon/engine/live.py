@@ -23,13 +23,13 @@ class Live:
         self, model_dir: Path, cache_dir: Path, *, device: int = 64, host: int = 0, nvme: int = 256, **more: Any
     ) -> None:
         record = record_bytes(model_dir, more.get("kv_format", "fp32"))
-        defaults: dict[str, Any] = {"nvme_min_free_bytes": 0, "threads": 2, "kv_format": "fp32", "context": 0}
+        defaults: dict[str, Any] = {
+            "nvme_min_free_bytes": 0, "threads": 2, "kv_format": "fp32", "context": 0,
+            "device_bytes": device * record, "host_bytes": host * record, "nvme_bytes": nvme * (record + 4096),
+        }  # fmt: skip
         self.config = EngineConfig(
             model_dir=str(model_dir),
             cache_dir=str(cache_dir),
-            device_bytes=device * record,
-            host_bytes=host * record,
-            nvme_bytes=nvme * (record + 4096),
             **defaults | more,
         )
         self.progress: list[tuple[str, int, int]] = []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
+from tierd.daemon.engine import assemble
 from tierd.daemon.errors import BadConfig
+from tierd.tiers.arena import Arena
 
 PROMPT = [place % 150 + 20 for place in range(90)]
 
@@ -83,4 +86,36 @@ def test_what_cannot_be_built(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="holds 3 pages of tiny, it needs 8"), Live(tiny, tmp_path, device=3):
         pass
     with pytest.raises(BadConfig, match="reaches 128"), Live(tiny, tmp_path, context=129):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "said", "param"),
+    [
+        (100, 0, "device_mem of 100.0 GB is more than this machine's memory of 23.0 GB", "device_mem"),
+        (1, 30, "host_mem of 30.0 GB is more than this machine's memory of 23.0 GB", "host_mem"),
+        (15, 15, "device_mem of 15.0 GB and host_mem of 15.0 GB are more than this machine's", "device_mem"),
+    ],
+)
+def test_more_memory_than_there_is(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: int, host: int, said: str, param: str
+) -> None:
+    monkeypatch.setattr(assemble, "total_memory_bytes", lambda: 23 * 10**9)
+    live = Live(tiny, tmp_path, device_bytes=device * 10**9, host_bytes=host * 10**9)
+    with pytest.raises(BadConfig, match=said) as caught, live:
+        pass
+    assert caught.value.param == param and "--" + param.replace("_", "-") in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("refused", ["device", "host"])
+def test_memory_that_the_system_refuses(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    def arena(name: str, slots: int, record_bytes: int) -> Arena:
+        if name == refused:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return Arena(name, slots, record_bytes)
+
+    monkeypatch.setattr(assemble, "Arena", arena)
+    with pytest.raises(BadConfig, match=f"refuses .* GB of memory for {refused}_mem"), Live(tiny, tmp_path, host=8):
         pass

@@ -37,13 +37,14 @@ class Desk:
             self.rig.streams, self.rig.pager, emit=self.emit, published=lambda: None, died=lambda _cause: None,
             clock=time.monotonic, max_requests=max_requests,
         )  # fmt: skip
+        self.rig.pager.store = object()
         self.rig.pager.page_map = lambda: b"\x00\x02"
         self.rig.pager.verify = lambda repair, deadline_s: [f"repair {repair}"]
         self.rig.pager.gc = lambda deadline_s: 4
         self.rig.pager.clear = lambda: 5
         board = SimpleNamespace(state="ready", latest={"state": "ready"})
         self.engine: Any = SimpleNamespace(
-            intake=self.rig.intake, loop=self.loop, pager=self.rig.pager, board=board, model="m"
+            intake=self.rig.intake, loop=self.loop, pager=self.rig.pager, board=board, model="m", notes=("a note",)
         )
 
     def stop(self) -> None:
@@ -160,6 +161,13 @@ async def test_too_many() -> None:
         ends = [(await one.end(number)) for number in range(1, 6)]
         assert [end.ev for end in ends] == ["done"] * 3 + ["refused"] * 2
         assert ends[4].data["code"] == "overloaded"
+
+
+async def test_verify_says_why_there_is_no_store() -> None:
+    async with desk() as one:
+        one.rig.pager.store = None
+        one.ask(1, "cache", action="verify")
+        assert (await one.end(1)).data == {"findings": ["a note", "repair False"]}
 
 
 async def test_simple_operations() -> None:

@@ -162,7 +162,16 @@ def test_defaults_of_the_model() -> None:
     assert (free.temperature, free.top_p, free.top_k, free.repetition_penalty, free.seed) == (0.2, 0.9, 40, 1.05, 7)
     own = settle(Sampling(temperature=0.7, seed=3), model, seed=7)
     assert (own.temperature, own.top_p, own.top_k, own.repetition_penalty, own.seed) == (0.7, 1.0, 0, 1.0, 3)
-    assert settle(Sampling(), {}, seed=0).temperature == 1.0
+
+
+def test_defaults_where_the_model_says_nothing() -> None:
+    plain = settle(Sampling(), {}, seed=0)
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.min_p, plain.repetition_penalty) == (0.8, 0.95, 0, 0, 1)
+    assert settle(Sampling(top_p=0.5), {}, seed=0).top_p == 0.5
+    assert settle(Sampling(temperature=1.0), {}, seed=0).top_p == 1.0
+    part = settle(Sampling(), {"top_p": 0.7}, seed=0)
+    assert (part.temperature, part.top_p) == (0.8, 0.7)
+    assert settle(Sampling(), {"temperature": 1.0}, seed=0).top_p == 1.0  # the model's own figures stay whole
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tests.daemon.engine.fakes import PAGE, expected
 from tests.daemon.engine.rig import END, Rig
 from tierd.daemon.engine.scheduler import Phase
-from tierd.daemon.engine.streams import STUCK_S
+from tierd.daemon.engine.streams import STUCK_S, TELL_EVERY_S
 from tierd.daemon.errors import BadRequest
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 30, 31]
@@ -168,10 +169,10 @@ def test_cancel_ends_within_one_step_and_keeps_complete_pages() -> None:
     rig = Rig()
     rig.submit(1, PROMPT, 50)
     rig.turn(6)
-    said = rig.tokens(1)
     rig.streams.cancel(1)
     rig.streams.cancel(1)
     rig.run()
+    said = rig.tokens(1)
     assert rig.terminal(1) == ["aborted"]
     assert rig.of(1, "aborted")[0]["usage"].completion_tokens == len(said)
     rig.submit(2, [*PROMPT, *said, 1])
@@ -278,3 +279,19 @@ def test_random_lives_end_once_and_leave_nothing(seed: int) -> None:
             timings, usage = rig.of(number, "done")[0]["timings"], rig.of(number, "done")[0]["usage"]
             assert timings.hit_device + timings.hit_host + timings.hit_nvme == usage.cached_tokens
             assert usage.cached_tokens + timings.recomputed == usage.prompt_tokens == len(prompt)
+
+
+def test_text_comes_at_once_and_then_in_pieces_of_a_twentieth_of_a_second() -> None:
+    rig = Rig()
+    rig.submit(1, PROMPT, 60)
+    told_s = []
+    while len(rig.streams):
+        before = len(rig.of(1, "text"))
+        rig.turn()
+        if len(rig.of(1, "text")) > before:
+            told_s.append(rig.clock.now_s)
+    pieces = rig.of(1, "text")
+    assert len(pieces[0]["tokens"]) == 1  # nobody waits for the first one
+    gaps_s = [later - earlier for earlier, later in itertools.pairwise(told_s[:-1])]
+    assert min(gaps_s) >= TELL_EVERY_S - 0.002 and max(gaps_s) < 2 * TELL_EVERY_S
+    assert len(rig.tokens(1)) == 60 and len(pieces) < 20

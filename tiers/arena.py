@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import mmap
 
@@ -46,6 +47,10 @@ class Arena:
         self.record_bytes = record_bytes
         self._poison = poison
         self._map = mmap.mmap(-1, max(slots * record_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # A decode step reads pieces of a few KB all over the arena: with small pages each costs a TLB miss.
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         flat = np.frombuffer(self._map, dtype=np.uint8, count=slots * record_bytes)
         self.array: npt.NDArray[np.uint8] = flat.reshape(slots, record_bytes)  # [slots, record_bytes]
         self._free = list(range(slots - 1, -1, -1))  # a stack: the slot freed last is still warm in the caches

@@ -106,7 +106,9 @@ class FaultyIO(HookedIO):
             return call(*args)
         self.fired += 1
         if self.late or name in CLOSERS:
-            call(*args)
+            result = call(*args)
+            if name == "open":
+                os.close(result)  # the caller never hears of the descriptor, and no kernel leaves one behind a failure
         raise failure(name, self.code)
 
 

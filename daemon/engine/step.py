@@ -208,32 +208,30 @@ class StepLoop:
 
     def _receive(self, timeout_s: float) -> None:
         """Take in all that waits; sleep for at most `timeout_s` when nothing does."""
-        items: list[Request | Call | None] = []
         if timeout_s > 0.0 and not self._cancelled:
             try:
-                items.append(self._inbox.get(timeout=timeout_s))
+                self._accept(self._inbox.get(timeout=timeout_s))
             except queue.Empty:
                 return
         # The set first, then the inbox: the request that a cancel means was put there before, so it is found.
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
-        while True:
-            try:
-                items.append(self._inbox.get_nowait())
-            except queue.Empty:
-                break
-        for item in items:
-            match item:
-                case Request():
-                    self._streams.add(item)
-                case Call():
-                    _answer(item)
-                case None:
-                    pass
-                case _:
-                    assert_never(item)
+        # One by one: what is still in the inbox counts as waiting, whatever the one in hand takes.
+        for _ in range(self._inbox.qsize()):
+            self._accept(self._inbox.get_nowait())
         for request_id in cancelled:
             self._streams.cancel(request_id)
+
+    def _accept(self, item: Request | Call | None) -> None:
+        match item:
+            case Request():
+                self._streams.add(item)
+            case Call():
+                _answer(item)
+            case None:
+                pass
+            case _:
+                assert_never(item)
 
     def _work_on_flushes(self) -> None:
         if not self._flushes:

@@ -13,7 +13,9 @@ from tierd.clients.common import (
     CALL_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     EVENT_TIMEOUT_S,
+    LISTED,
     RECEIVE_BYTES,
+    RESIZE_TIMEOUT_S,
     connect_error,
     frame_of,
     lost_error,
@@ -185,6 +187,46 @@ class AsyncClient:
                     on_progress(event)
         finally:
             self._close(request.id)
+
+    async def prefixes(self, model: str | None = None, limit: int = LISTED) -> list[dict[str, Any]]:
+        """Known prefixes, the one used last first: `id`, `text`, `tokens`, `pages`, by tier `device`, `host`, `nvme`,
+        `hits`, `idle_s`, `pinned`, `in_use`, `parent`. Of the model used last, unless one is named."""
+        answer = await self.call("prefix", action="ls", model=model, limit=limit, wait_s=EVENT_TIMEOUT_S)
+        return list(answer["prefixes"])
+
+    async def pin(self, prefix_id: str, model: str | None = None) -> int:
+        """Keep a prefix: its pages are not evicted. Returns how many. `prefix_id` may be shortened, as in all three."""
+        return await self._on_prefix("pin", prefix_id, model)
+
+    async def unpin(self, prefix_id: str, model: str | None = None) -> int:
+        """Let a prefix be evicted again, and those that go on from it. Returns how many pages."""
+        return await self._on_prefix("unpin", prefix_id, model)
+
+    async def drop(self, prefix_id: str, model: str | None = None) -> int:
+        """Forget a prefix, and what goes on from it, in all tiers. Returns how many pages. Raises Conflict."""
+        return await self._on_prefix("drop", prefix_id, model)
+
+    async def resize(
+        self,
+        model: str | None = None,
+        *,
+        device_bytes: int | None = None,
+        host_bytes: int | None = None,
+        timeout_s: float = RESIZE_TIMEOUT_S,
+    ) -> dict[str, Any]:
+        """Change the memory of a loaded model while it works; the sizes then. Raises OutOfSpace that says what fits."""
+        return await self.call(
+            "resize",
+            wait_s=timeout_s + CALL_TIMEOUT_S,
+            model=model,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            timeout_s=timeout_s,
+        )
+
+    async def _on_prefix(self, action: str, prefix_id: str, model: str | None) -> int:
+        answer = await self.call("prefix", action=action, id=prefix_id, model=model, wait_s=EVENT_TIMEOUT_S)
+        return int(answer["pages"])
 
     async def generate(self, submit: Submit, *, wait_s: float = EVENT_TIMEOUT_S) -> AsyncGenerator[Event, None]:
         """The events of one generation; the last one is `done` or `aborted`.

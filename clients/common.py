@@ -14,6 +14,8 @@ RECEIVE_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 60.0  # without any answer; each progress event starts it anew
 EVENT_TIMEOUT_S = 900.0  # between two events of a generation: a long queue and a cold model come before the first one
+LISTED = 50  # prefixes, unless told otherwise
+RESIZE_TIMEOUT_S = 30.0  # for slots to become free
 
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what msgpack can hold
 

@@ -23,8 +23,9 @@ VERBS = {
     "run": "cli_run:run", "ps": "cli_use:ps", "load": "cli_use:load", "unload": "cli_use:unload",
     "pull": "cli_models:pull", "list": "cli_models:list_", "show": "cli_models:show", "rm": "cli_models:rm",
     "serve": "cli_daemon:serve", "start": "cli_daemon:start", "stop": "cli_daemon:stop",
-    "status": "cli_daemon:status", "logs": "cli_daemon:logs",
-    "cache": "cli_cache:cache", "config": "cli_config:config_", "version": "cli_config:version",
+    "status": "cli_daemon:status", "logs": "cli_daemon:logs", "resize": "cli_use:resize",
+    "cache": "cli_cache:cache", "prefix": "cli_prefix:prefix",
+    "config": "cli_config:config_", "version": "cli_config:version",
 }  # fmt: skip
 ALIASES = {"ls": "list"}
 

@@ -62,7 +62,7 @@ def list_(flags: dict[str, Any], as_json: bool) -> None:
 @model_option
 @json_option
 def verify(flags: dict[str, Any], repair: bool, model: str | None, as_json: bool) -> None:
-    """Read every stored page of the loaded models and check it. Exit code 1 when something is wrong."""
+    """Read every stored page of the loaded models and check it. Exit code 1 when something was wrong, mended or not."""
     with connect(load_settings(flags)) as client:
         answer = _ask(client, "verify", model, repair=repair)
     findings = {name: _findings(part) for name, part in answer["engines"].items()}
@@ -74,7 +74,7 @@ def verify(flags: dict[str, Any], repair: bool, model: str | None, as_json: bool
             for line in lines:
                 print(f"{name}: {line}")
         _tell_untouched(answer, "verify")
-    if any(findings.values()) and not repair:
+    if any(findings.values()):
         leave(1)
 
 

@@ -191,6 +191,14 @@ def human_bytes(count: float | None) -> str:
     return f"{count:.1f} TB"
 
 
+def written_today(writes: object) -> str:
+    """`1.2 GB of 200 GB`: what a day's writes to the disk tier are, and may be; `-` when nothing is known."""
+    if not isinstance(writes, dict) or "today_bytes" not in writes:
+        return "-"
+    bound = writes.get("daily_bytes")
+    return human_bytes(writes["today_bytes"]) + (f" of {human_bytes(bound)}" if bound else "")
+
+
 def human_seconds(seconds: float | None) -> str:
     """`5s`, `12m`, `3h`, `2d`; `-` for what is not known or never comes."""
     if seconds is None:

@@ -24,6 +24,7 @@ from tierd.daemon.cli_common import (
     print_table,
     settings_options,
     shown,
+    written_today,
 )
 from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound
 
@@ -133,6 +134,10 @@ def _show_status(state: dict[str, Any], socket: Path) -> None:
     engines = [engine for engine in state.get("engines") or [] if isinstance(engine, dict)]
     for engine in engines:
         rows += [("notice", shown(str(text))) for text in engine.get("notices") or []]
+        if engine.get("writes"):
+            kept = engine["writes"].get("bytes_per_token")
+            each = f", {human_bytes(kept)} for a token kept" if kept else ""
+            rows.append(("written", f"{written_today(engine['writes'])} today{each} ({engine.get('model', '?')})"))
         if engine.get("state") == "ready" and not engine.get("tiers"):
             rows.append(("engine", f"{engine.get('model', '?')} does not answer; its tiers are not known"))
     for name, value in rows:

@@ -1,4 +1,4 @@
-"""Verbs about loaded models: ps, load, unload."""
+"""Verbs about loaded models: ps, load, unload, resize."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from tierd.daemon.cli_common import (
     print_json,
     print_table,
     settings_options,
+    written_today,
 )
+from tierd.daemon.config_values import size_bytes
 from tierd.daemon.errors import BadRequest
 
+RESIZE_EXTRA_S = 60.0  # beyond its timeout
 UNLOAD_TIMEOUT_S = 120.0  # pages that only memory holds are written first
 
 
@@ -34,11 +37,12 @@ def ps(flags: dict[str, Any], as_json: bool) -> None:
         print_json({"engines": engines})
         return
     print_table(
-        ("MODEL", "STATE", "PID", "MEMORY", "RUNNING", "WAITING", "UNLOADS IN"),
+        ("MODEL", "STATE", "PID", "MEMORY", "RUNNING", "WAITING", "WRITTEN TODAY", "UNLOADS IN"),
         (
             (
                 engine.get("model", "?"), engine.get("state", "?"), engine.get("pid") or "-",
                 human_bytes(engine.get("rss_bytes")), engine.get("running", 0), engine.get("waiting", 0),
+                written_today(engine.get("writes")),
                 human_seconds(engine.get("expires_in_s")),
             )
             for engine in engines
@@ -79,3 +83,47 @@ def unload(flags: dict[str, Any], model: str | None, every: bool, as_json: bool)
         note(f"unloaded {', '.join(unloaded)}")
     else:
         note(f"{model} was not loaded" if model else "nothing was loaded")
+
+
+@click.command()
+@click.argument("model", required=False)
+@settings_options("socket")
+@click.option("--device-mem", metavar="SIZE", help="Pages beside the computation, such as 6GB.")
+@click.option("--host-mem", metavar="SIZE", help="Pages in CPU memory, 0 for no such tier.")
+@click.option("--timeout", type=click.FloatRange(0, 600), default=30.0, show_default=True, help="Seconds it may take.")
+@json_option
+def resize(
+    flags: dict[str, Any],
+    model: str | None,
+    device_mem: str | None,
+    host_mem: str | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Give a loaded model more or less memory while it works; without MODEL: the one used last.
+
+    It lasts until the model is unloaded.
+    """
+    sizes: dict[str, Any] = {
+        f"{tier}_bytes": _size(f"--{tier}-mem", text)
+        for tier, text in (("device", device_mem), ("host", host_mem))
+        if text is not None
+    }
+    if not sizes:
+        raise BadRequest("say what to change", hint="--device-mem 6GB, --host-mem 2GB or both")
+    with connect(load_settings(flags)) as client:
+        result = client.call("resize", model=model, timeout_s=timeout, wait_s=timeout + RESIZE_EXTRA_S, **sizes)
+    if as_json:
+        print_json(result)
+        return
+    note(
+        f"{result.get('model', model)}: {human_bytes(result.get('device_bytes'))} on the device, "
+        f"{human_bytes(result.get('host_bytes'))} in CPU memory"
+    )
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        return size_bytes(text)
+    except ValueError as exc:
+        raise BadRequest(f"{flag} must be {exc}, not {text!r}", param=flag) from None

@@ -27,6 +27,7 @@ from tierd.daemon.config_values import (
     existing_or_new_dir,
     listen_address,
     model_reference,
+    size_bytes,
     size_or_auto,
     socket_file,
     text,
@@ -67,6 +68,11 @@ class Settings:
     )
     nvme_min_free: int | None = field(
         default=None, metadata=_setting("bytes of the disk that tierd leaves free (a size or auto)", size_or_auto)
+    )
+    nvme_daily_writes: int = field(
+        # A consumer drive of 1 TB is warranted for some 600 TB in five years, which is 330 GB a day.
+        default=200 * 10**9,
+        metadata=_setting("bytes of pages written to the disk in a day (UTC) at most, 0: no bound", size_bytes),
     )
     threads: int = field(default=0, metadata=_setting("threads that compute, 0: every core", count(0, 1024)))
     kv_format: str = field(
@@ -332,6 +338,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_rows: int = 512
     max_streams: int = 16
     max_requests: int = 1024  # running and waiting
+    nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
     log_level: str = "info"
 
 
@@ -350,5 +357,6 @@ def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineCo
         max_batch_rows=settings.max_batch,
         max_streams=settings.max_streams,
         max_requests=settings.max_streams + settings.max_queue,
+        nvme_daily_writes_bytes=settings.nvme_daily_writes,
         log_level=settings.log_level,
     )

@@ -16,7 +16,9 @@ from tierd.daemon.version import version
 MAX_TIMEOUT_S = 600.0
 DRAIN_S = 30.0
 STOP_S = 10.0
+RESIZE_S = 30.0
 _CACHE_ACTIONS = ("ls", "verify", "gc", "clear")
+_PREFIX_ACTIONS = ("ls", "pin", "unpin", "drop")
 
 
 class _None(msgspec.Struct, forbid_unknown_fields=True):
@@ -38,6 +40,20 @@ class _Tokenize(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     model: str
     text: str | None = None
     messages: tuple[protocol.Message, ...] | None = None
+
+
+class _Prefix(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    action: str
+    model: str | None = None
+    id: str | None = None
+    limit: int | None = None
+
+
+class _Resize(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    model: str | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    timeout_s: float = RESIZE_S
 
 
 class _Unload(msgspec.Struct, forbid_unknown_fields=True):
@@ -118,6 +134,24 @@ async def _pages(service: Service, args: _Model) -> dict[str, Any]:
     return await service.pages(args.model)
 
 
+async def _prefix(service: Service, args: _Prefix) -> dict[str, Any]:
+    if args.action not in _PREFIX_ACTIONS:
+        raise BadRequest(f"action must be one of {', '.join(_PREFIX_ACTIONS)}", param="action")
+    if (args.id is None) != (args.action == "ls"):
+        raise BadRequest(f"{args.action} {'takes no' if args.id else 'needs an'} id", param="id")
+    if args.limit is not None and args.action != "ls":
+        raise BadRequest("limit belongs to ls", param="limit")
+    given = msgspec.to_builtins(args)
+    return await service.prefix(given.pop("model", None), given)
+
+
+async def _resize(service: Service, args: _Resize) -> dict[str, Any]:
+    if not 0 <= args.timeout_s <= MAX_TIMEOUT_S:
+        raise BadRequest(f"timeout_s must be from 0 to {MAX_TIMEOUT_S:.0f}", param="timeout_s")
+    given = msgspec.to_builtins(args)
+    return await service.resize(given.pop("model", None), given)
+
+
 async def _drain(service: Service, args: _Drain) -> dict[str, Any]:
     args.check()
     return {"left": await service.drain(args.timeout_s)}
@@ -140,6 +174,8 @@ _OPS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any], Answer]]
     "tokenize": (_Tokenize, _tokenize),
     "cache": (_Cache, _cache),
     "pages": (_Model, _pages),
+    "prefix": (_Prefix, _prefix),
+    "resize": (_Resize, _resize),
     "drain": (_Drain, _drain),
     "stop": (_Stop, _stop),
 }

@@ -209,6 +209,23 @@ class Service:
             closed = [n for n in closed if await asyncio.to_thread(kv_quota.remove, root, n.name)]
         return {"engines": answers, "closed": [msgspec.to_builtins(n) for n in closed]}
 
+    async def prefix(self, ref: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
+        """`ls`, `pin`, `unpin` or `drop` known prefixes: of a model, which is loaded if need be, or of the last used.
+
+        Raises NotFound when no model is named and none is loaded.
+        """
+        name = self._loaded(None).model if ref is None else ref
+        return {"model": catalog.parse_ref(name), **await self._call(name, "prefix", args, CALL_TIMEOUT_S)}
+
+    async def resize(self, ref: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Change the memory of an engine that runs: of a model, or of the last used. Raises NotFound when none does.
+
+        The sizes last until the engine ends; the next one starts with those of the settings.
+        """
+        engine = self._loaded(ref)
+        timeout_s = float(args.get("timeout_s", 0.0)) + CALL_TIMEOUT_S
+        return {"model": engine.model, **await engine.call("resize", args, timeout_s)}
+
     # -- looking ---------------------------------------------------------------------------------------------------
 
     @property
@@ -268,6 +285,7 @@ class Service:
             "running": engine.status.get("running", engine.streams) if engine.streams else 0,
             "waiting": engine.status.get("waiting", 0) if engine.streams else 0,
             "notices": list(engine.notices),
+            "writes": engine.status.get("writes", {}),
         }
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -276,6 +294,17 @@ class Service:
         model, _ = self._find(ref)
         engine = await self._supervisor.acquire(model, LOAD_TIMEOUT_S)
         return await engine.call(op, args, timeout_s)
+
+    def _loaded(self, ref: str | None) -> EngineProcess:
+        """The engine of a model, or the one used last. Raises NotFound, ModelNotFound."""
+        engines = [engine for engine in self._supervisor.engines.values() if engine.state is EngineState.READY]
+        if ref is not None:
+            name = self._find(ref)[0].name
+            engines = [engine for engine in engines if engine.model == name]
+        if not engines:
+            what = f"{catalog.parse_ref(ref)} is not loaded" if ref else "no model is loaded"
+            raise NotFound(what, hint="`tierd load MODEL` loads one")
+        return max(engines, key=lambda engine: engine.last_use_s)
 
     def _find(self, ref: str) -> tuple[Model, int]:
         """A model, and the context in tokens that its engine serves. Reads a manifest again when its file changed."""

@@ -57,9 +57,14 @@ class PageLayout:
         return 2 * self.plane_elements
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes from one layer to the next: the slice of a record that one layer reads and writes."""
+        return self.layer_elements * self.element_bytes
+
+    @property
     def payload_bytes(self) -> int:
         """Bytes that carry keys and values."""
-        return self.num_layers * self.layer_elements * self.element_bytes
+        return self.num_layers * self.layer_bytes
 
     @property
     def record_bytes(self) -> int:

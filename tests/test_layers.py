@@ -79,10 +79,15 @@ def test_arrows_point_down(path: Path) -> None:
             assert target in ARROWS[room], f"{module_name(path)} ({room}) imports {imported} ({target})"
 
 
-def test_torch_lives_in_the_reference_alone() -> None:
+def test_torch_lives_in_the_reference_and_the_gpu_kernels_alone() -> None:
     # The CPU backend runs without torch; its slow twin is the oracle of the tests.
     users = {module_name(path) for path in sources() if HEAVY & {name.split(".")[0] for name in imports(path)}}
-    assert users <= {"tierd.kernels.reference"}
+    assert {user for user in users if not user.startswith(("tierd.kernels.reference", "tierd.kernels.gpu"))} == set()
+
+
+def test_the_gpu_kernels_are_imported_by_one_another_alone() -> None:
+    users = {module_name(path) for path in sources() if any("kernels.gpu" in name for name in imports(path))}
+    assert {user for user in users if not user.startswith("tierd.kernels.gpu")} == set()
 
 
 LIGHT = ["daemon.protocol", "clients", "clients.aio", "clients.blocking", "daemon.cli", "daemon.lifecycle"]

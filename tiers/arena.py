@@ -1,15 +1,17 @@
-"""A fixed number of record slots in one block of memory, with a ledger that always balances."""
+"""Record slots in one block of memory that can grow and shrink, with a ledger that always balances."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import mmap
 
 import numpy as np
 import numpy.typing as npt
 
 POISON = 0xAA  # what a freed slot is filled with when `poison` is on: a reader of freed memory then shows at once
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux: the same number on x86-64 and arm64; Python 3.11 lacks it
 
 
 class SlotState(enum.IntEnum):
@@ -21,14 +23,19 @@ class SlotState(enum.IntEnum):
     IDLE = 3  # a known page nobody uses: the cache
     FILLING = 4  # the destination of a copy in flight; not readable
     DRAINING = 5  # given up by its owner, while a copy still reads or writes it
+    RETIRED = 6  # empty, and beyond the size that the arena is shrinking to
 
 
 class Arena:
-    """`slots` records of `record_bytes` bytes in one anonymous mapping, aligned to pages of memory.
+    """`slots` records of `record_bytes` bytes in one anonymous private mapping, aligned to pages of memory.
 
     A slot has one owner and any number of readers (copies in flight). It becomes free when the owner has dropped it
     and the last reader has released it, and each time it becomes free its generation grows: a completion that comes
     late can see that the slot is another one now.
+
+    Address space is reserved for `max_slots`, memory is taken by what is written. `grow` and `retire` change `slots`
+    while copies go on; no slot ever moves, so addresses stay valid. Slots beyond `slots` that are still in use are in
+    the ledger as before: at every moment free + used + cached + in flight = `total`.
 
     Not thread-safe: only the pager's thread calls it. Other threads touch bytes of rows that they were handed.
 
@@ -36,31 +43,45 @@ class Arena:
         name: for messages and statistics.
         slots: how many records; 0 is allowed and always full.
         record_bytes: bytes of one record.
+        max_slots: how far it may grow. Where the system refuses so much address space (a limit such as ulimit -v),
+            it can't grow: `max_slots` is `slots` then.
         poison: fill freed slots with 0xAA (tests; costs a write of the record).
+
+    Raises OSError (ENOMEM) when the system refuses even `slots`.
     """
 
-    def __init__(self, name: str, slots: int, record_bytes: int, *, poison: bool = False) -> None:
+    def __init__(
+        self, name: str, slots: int, record_bytes: int, *, max_slots: int | None = None, poison: bool = False
+    ) -> None:
         if slots < 0 or record_bytes <= 0:
             raise ValueError(f"arena {name}: {slots} slots of {record_bytes} bytes")
+        if max_slots is not None and max_slots < slots:
+            raise ValueError(f"arena {name}: {slots} slots, and room for {max_slots}")
         self.name = name
         self.slots = slots
         self.record_bytes = record_bytes
         self._poison = poison
-        self._map = mmap.mmap(-1, max(slots * record_bytes, 1))
+        self._map, self.max_slots = _reserve(slots, slots if max_slots is None else max_slots, record_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # A decode step reads pieces of a few KB all over the arena: with small pages each costs a TLB miss.
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        flat = np.frombuffer(self._map, dtype=np.uint8, count=slots * record_bytes)
-        self.array: npt.NDArray[np.uint8] = flat.reshape(slots, record_bytes)  # [slots, record_bytes]
+        flat = np.frombuffer(self._map, dtype=np.uint8, count=self.max_slots * record_bytes)
+        self.array: npt.NDArray[np.uint8] = flat.reshape(self.max_slots, record_bytes)  # [max_slots, record_bytes]
+        self._base = int(flat.ctypes.data)
         self._free = list(range(slots - 1, -1, -1))  # a stack: the slot freed last is still warm in the caches
         self._refs = [0] * slots
         self._generations = [0] * slots
-        self.states = bytearray(slots)  # SlotState of each slot
-        self.counts = [slots, 0, 0, 0, 0, 0]  # slots in each SlotState
+        self.states = bytearray(slots)  # SlotState of each slot; longer than `slots` while it shrinks
+        self.counts = [slots, 0, 0, 0, 0, 0, 0]  # slots in each SlotState
 
     def __repr__(self) -> str:
         return f"<Arena {self.name}: {len(self._free)} of {self.slots} slots free>"
+
+    @property
+    def total(self) -> int:
+        """Slots in the ledger: `slots`, and those beyond it that are not empty yet."""
+        return len(self.states) - self.counts[SlotState.RETIRED]
 
     @property
     def num_free(self) -> int:
@@ -82,10 +103,19 @@ class Arena:
         """Slots that a copy is filling, or that wait for their last reader."""
         return self.counts[SlotState.FILLING] + self.counts[SlotState.DRAINING]
 
+    @property
+    def shrunk(self) -> bool:
+        """Whether no slot beyond `slots` is in use; their memory has been given back then."""
+        return len(self.states) == self.slots
+
     def row(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot, as a view `[record_bytes]`."""
         row: npt.NDArray[np.uint8] = self.array[slot]
         return row
+
+    def address(self, slot: int) -> int:
+        """Where the record of a slot lies in memory; it never changes."""
+        return self._base + slot * self.record_bytes
 
     def alloc(self, state: SlotState) -> int | None:
         """A free slot in `state`, owned by the caller; None when all are taken."""
@@ -125,10 +155,53 @@ class Arena:
 
     def drop(self, slot: int) -> None:
         """The owner gives the slot up. It is free now, or after its last reader."""
-        if self._refs[slot] <= 0 or self.states[slot] in (SlotState.FREE, SlotState.DRAINING):
+        if self._refs[slot] <= 0 or self.states[slot] in (SlotState.FREE, SlotState.DRAINING, SlotState.RETIRED):
             raise AssertionError(f"arena {self.name}: slot {slot} has no owner to drop it")
         self.set_state(slot, SlotState.DRAINING)
         self._unref(slot)
+
+    def grow(self, slots: int) -> None:
+        """Makes it `slots` records large, at once. While it shrinks: what is still in use beyond stays as it is."""
+        if not self.slots <= slots <= self.max_slots:
+            raise ValueError(f"arena {self.name}: {slots} slots are not between {self.slots} and {self.max_slots}")
+        missing = slots - len(self.states)
+        if missing > 0:
+            self._refs += [0] * missing
+            self._generations += [0] * (slots - len(self._generations))
+            self.states += bytes([SlotState.RETIRED]) * missing
+            self.counts[SlotState.RETIRED] += missing
+        back = [slot for slot in range(self.slots, slots) if self.states[slot] == SlotState.RETIRED]
+        for slot in back:
+            self.set_state(slot, SlotState.FREE)
+        self._free[:0] = reversed(back)  # below the others: what is warm, and what is low, is given out first
+        self.slots = slots
+        self._give_back()
+
+    def retire(self, slots: int) -> None:
+        """Makes it `slots` records large, as soon as those beyond are no longer in use: `shrunk` tells.
+
+        From here on none of them is given out. Their owners have to leave; what they hold stays readable until then.
+        """
+        if not 0 <= slots <= self.slots:
+            raise ValueError(f"arena {self.name}: {self.slots} slots can't shrink to {slots}")
+        self.slots = slots
+        for slot in self._free:
+            if slot >= slots:
+                self.set_state(slot, SlotState.RETIRED)
+        self._free = [slot for slot in self._free if slot < slots]
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Once every slot beyond `slots` is empty: forgets them, and returns their memory to the system."""
+        beyond = len(self.states) - self.slots
+        if not beyond or self.counts[SlotState.RETIRED] < beyond:
+            return
+        start = -(-self.slots * self.record_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = len(self.states) * self.record_bytes
+        if stop > start:
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        del self.states[self.slots :], self._refs[self.slots :]  # generations stay: none is ever used twice
+        self.counts[SlotState.RETIRED] = 0
 
     def _unref(self, slot: int) -> None:
         self._refs[slot] -= 1
@@ -137,8 +210,12 @@ class Arena:
         self._generations[slot] += 1
         if self._poison:
             self.array[slot] = POISON
-        self.set_state(slot, SlotState.FREE)
-        self._free.append(slot)
+        if slot < self.slots:
+            self.set_state(slot, SlotState.FREE)
+            self._free.append(slot)
+        else:
+            self.set_state(slot, SlotState.RETIRED)
+            self._give_back()
 
     def check(self) -> list[str]:
         """Findings about the free list, the reference counts and the ledger; empty when all is right."""
@@ -146,16 +223,35 @@ class Arena:
         free = set(self._free)
         if len(free) != len(self._free):
             findings.append(f"{self.name}: a slot is on the free list twice")
-        for slot in range(self.slots):
+        if any(slot >= self.slots for slot in free):
+            findings.append(f"{self.name}: a retired slot is on the free list")
+        for slot in range(len(self.states)):
             state = self.state(slot)
-            is_free = state is SlotState.FREE
-            if is_free != (slot in free):
+            if (state is SlotState.FREE) != (slot in free):
                 findings.append(f"{self.name}: slot {slot} is {state.name} but the free list disagrees")
-            if is_free != (self._refs[slot] == 0):
+            if (state in (SlotState.FREE, SlotState.RETIRED)) != (self._refs[slot] == 0):
                 findings.append(f"{self.name}: slot {slot} is {state.name} with {self._refs[slot]} references")
+            if state is SlotState.RETIRED and slot < self.slots:
+                findings.append(f"{self.name}: slot {slot} is retired and among the first {self.slots}")
         counted = [self.states.count(state) for state in SlotState]
         if counted != self.counts:
             findings.append(f"{self.name}: slots by state are {counted}, the ledger says {self.counts}")
-        if self.num_free + self.used + self.cached + self.in_flight != self.slots:
-            findings.append(f"{self.name}: free + used + cached + in flight is not {self.slots}")
+        if self.num_free + self.used + self.cached + self.in_flight != self.total:
+            findings.append(f"{self.name}: free + used + cached + in flight is not {self.total}")
         return findings
+
+
+def _reserve(slots: int, max_slots: int, record_bytes: int) -> tuple[mmap.mmap, int]:
+    """A mapping for `max_slots` records, or for `slots` where that is refused, and how many it holds.
+
+    Private, not shared: only then does MADV_DONTNEED return memory, and huge pages need no setting of the system's.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if max_slots > slots:
+        with contextlib.suppress(OSError, OverflowError):
+            # Not counted against the system's commit limit: address space alone costs nothing.
+            return mmap.mmap(-1, max_slots * record_bytes, flags=private | _NORESERVE), max_slots
+    try:
+        return mmap.mmap(-1, max(slots * record_bytes, 1), flags=private), slots
+    except OverflowError:
+        raise OSError(errno.ENOMEM, "more than an address can hold") from None

@@ -41,10 +41,10 @@ def _check_leases(pager: Pager) -> list[str]:
             if node.parent != parent:
                 findings.append(f"{lease}: {node} does not follow the page before it")
             parent = node.key
-        if lease.ready and lease.slots != [node.device for node in lease.nodes] + lease.private:
-            findings.append(f"{lease}: its slots are not those of its pages")
-        if lease.ready and any(node.device < 0 for node in lease.nodes):
-            findings.append(f"{lease}: it is ready, and a page is not on the device")
+        if not lease.absent <= set(range(len(lease.nodes))) or not lease.filling.keys() <= lease.absent:
+            findings.append(f"{lease}: absent are {sorted(lease.absent)}, being computed {sorted(lease.filling)}")
+        if any(lease.nodes[place].computer is not lease for place in lease.filling):
+            findings.append(f"{lease}: it computes a page that another lease computes")
     known = {id(node): node for node in pager.index.nodes.values()}
     for identity, node in (known | pinned).items():
         if node.pins != pins[identity]:
@@ -59,7 +59,7 @@ def _check_nodes(pager: Pager) -> list[str]:
     for key, node in pager.index.nodes.items():
         if node.key != key or not node.alive:
             findings.append(f"{node}: the index holds it as {key.hex()[:8]}")
-        if not node.has_copy and not node.moves:
+        if not node.has_copy and not node.moves and not node.pins:
             findings.append(f"{node}: no tier holds it")
         if not 0 < len(node.packed) <= pager.index.page_bytes:
             findings.append(f"{node}: {node.num_tokens} tokens")
@@ -104,7 +104,7 @@ def _check_slots(pager: Pager, arena: Arena, tier: Tier) -> list[str]:
         if slot in owners:
             findings.append(f"{arena.name}: slot {slot} belongs to {owner} and to another")
         owners[slot] = state
-        if not 0 <= slot < arena.slots:
+        if not 0 <= slot < len(arena.states):
             findings.append(f"{arena.name}: there is no slot {slot}, {owner} has it")
         elif arena.state(slot) is not state:
             findings.append(f"{arena.name}: slot {slot} of {owner} is {arena.state(slot).name}, not {state.name}")
@@ -113,18 +113,20 @@ def _check_slots(pager: Pager, arena: Arena, tier: Tier) -> list[str]:
         slot = node.device if tier is Tier.DEVICE else node.host
         if slot >= 0:
             own(slot, SlotState.PINNED if node.pins else SlotState.IDLE, node)
-        if tier is Tier.DEVICE and node.load is not None:
+        if node.load is not None and node.load.tier is tier:
             own(node.load.slot, SlotState.FILLING, node)
     if tier is Tier.DEVICE:
         for lease in pager.leases:
-            for slot in lease.private:
+            for slot in [*lease.private, *lease.filling.values()]:
                 own(slot, SlotState.PRIVATE, lease)
             if lease.tail is not None and lease.tail.slot >= 0:
                 own(lease.tail.slot, SlotState.FILLING, lease)
-    filling = arena.counts[SlotState.FILLING] if tier is Tier.HOST else 0  # a copy down owns its slot by itself
+    filling = pager.resizer.moving[tier]
+    if tier is Tier.HOST:  # a copy down owns its slot by itself
+        filling = arena.counts[SlotState.FILLING] - sum(state is SlotState.FILLING for state in owners.values())
     draining = arena.counts[SlotState.DRAINING]
-    if len(owners) + filling + draining + arena.num_free != arena.slots:
-        findings.append(f"{arena.name}: {arena.slots} slots, {len(owners)} owned, {arena.num_free} free: some leaked")
+    if len(owners) + filling + draining + arena.num_free != arena.total:
+        findings.append(f"{arena.name}: {arena.total} slots, {len(owners)} owned, {arena.num_free} free: some leaked")
     if (draining or filling) and not pager.mover.outstanding:
         findings.append(f"{arena.name}: {draining + filling} slots wait for copies, and none is in flight")
     return findings

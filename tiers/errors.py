@@ -2,8 +2,12 @@
 
 TierError
 ├── TierFull            the request can never fit this tier, whatever is evicted
+├── PrefixUnknown       no known page has this id, or several have
+├── PrefixInUse         a running request needs its pages, or the user wants them kept
 ├── MoverClosed         the mover stopped: the job did not run
+├── JobCancelled        its submitter took the job back before it ran
 ├── PageLost            the bytes of one page can't be trusted or are gone: a miss, recompute it
+├── StagingLost         pages that a step reads from the store as it goes did not come: recompute them
 └── StoreError
     ├── StoreLocked     another process owns the store directory
     ├── StoreFull       no room for these pages; what is stored stays readable
@@ -15,6 +19,9 @@ Nothing here is an answer to a user: the engine turns a tier off, recomputes, or
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+
+from tierd.tiers.page import PageKey
 
 
 class LostReason(enum.StrEnum):
@@ -42,8 +49,20 @@ class TierFull(TierError):
     """The request can never fit this tier, whatever is evicted."""
 
 
+class PrefixUnknown(TierError):
+    """No known page has this id, or several have."""
+
+
+class PrefixInUse(TierError):
+    """A running request needs the pages, or the user wants them kept."""
+
+
 class MoverClosed(TierError):
     """The mover was closed, or one of its threads died, before the job ran."""
+
+
+class JobCancelled(TierError):
+    """The job was taken back before it ran."""
 
 
 class PageLost(TierError):
@@ -56,6 +75,18 @@ class PageLost(TierError):
     def __init__(self, reason: LostReason, detail: str = "") -> None:
         super().__init__(f"page lost ({reason}){': ' + detail if detail else ''}")
         self.reason = reason
+
+
+class StagingLost(TierError):
+    """Pages of a running step could not be read, or not in time; the step can't go on without them.
+
+    Attributes:
+        keys: every page that is known to be missing, in the order they were asked for.
+    """
+
+    def __init__(self, keys: Sequence[PageKey], detail: str) -> None:
+        super().__init__(f"{len(keys)} staged pages did not come: {detail}")
+        self.keys = tuple(keys)
 
 
 class StoreError(TierError):

@@ -14,7 +14,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -29,12 +29,12 @@ from tierd.tiers.store_io import StoreIO
 
 INDEX_NAME = "index.sqlite"
 ASIDE_NAME = "index.sqlite.aside"  # one, the newest: for a look at what went wrong
-_SIDE_FILES = ("-wal", "-shm", "-journal")
-ASIDE_NAMES = [ASIDE_NAME + suffix for suffix in ("", *_SIDE_FILES)]
+SIDE_FILES = ("-wal", "-shm", "-journal")
+ASIDE_NAMES = [ASIDE_NAME + suffix for suffix in ("", *SIDE_FILES)]
 
 _SCHEMA = {
     "identity": "CREATE TABLE identity (namespace BLOB NOT NULL, record_bytes INTEGER NOT NULL,"
-    " file_slots INTEGER NOT NULL, opens INTEGER NOT NULL)",
+    " sections INTEGER NOT NULL, section_bytes INTEGER NOT NULL, file_slots INTEGER NOT NULL, opens INTEGER NOT NULL)",
     "pages": "CREATE TABLE pages (slot INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, parent BLOB NOT NULL,"
     " tokens BLOB NOT NULL, generation INTEGER NOT NULL, hits INTEGER NOT NULL, last_use_s REAL NOT NULL)",
 }
@@ -47,6 +47,7 @@ _SOUND_ROW = f"""typeof(slot) = 'integer' AND slot >= 0
     AND typeof(last_use_s) = 'real' AND abs(last_use_s) < 1e300"""
 _MAX_OPENS = (1 << 31) - 1  # the upper half of a generation, which SQLite holds in 63 bits
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT)
+_SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # the latter when a message quotes damaged names
 _CHUNK_ROWS = 4096
 MAX_TOUCHES = 4096  # kept in memory: they are worth no sync of their own, and a crash may forget them
 # Codes that speak of the disk or the process. Any other while opening means that the content is not to be used; so does
@@ -90,6 +91,8 @@ class Identity:
 
     namespace: bytes
     record_bytes: int
+    sections: int
+    section_bytes: int
     file_slots: int
 
 
@@ -133,7 +136,7 @@ class Index:
                 reader = io.connect(path)
                 stack.callback(_close, reader)
                 _configure(reader)
-            except sqlite3.DatabaseError as exc:
+            except _SQLITE_ERRORS as exc:
                 if _code(exc) not in _NOT_CONTENT:
                     raise IndexUnusable(f"it is damaged ({exc})") from exc
                 raise
@@ -142,10 +145,17 @@ class Index:
 
     def lookup(self, key: bytes) -> Row | None:
         """The row of a page. Any thread."""
-        query = "SELECT slot, key, parent, tokens, generation FROM pages WHERE key = ?"
-        with self._reader_lock, _sqlite_errors():
-            found = self._reader.execute(query, (key,)).fetchone()
-        return None if found is None else Row._make(found)
+        return self.lookup_many([key]).get(key)
+
+    def lookup_many(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
+        """The rows of some pages by key, without the unknown ones. Any thread."""
+        query = f"SELECT slot, key, parent, tokens, generation FROM pages WHERE key IN ({','.join('?' * len(keys))})"
+        try:
+            with self._reader_lock:
+                found = self._reader.execute(query, keys).fetchall()
+        except _SQLITE_ERRORS as exc:
+            raise _store_error(exc) from exc
+        return {row[1]: Row._make(row) for row in found}
 
     def slots(self) -> npt.NDArray[np.int64]:
         """Every slot with a row, ascending. int64[n]"""
@@ -287,22 +297,12 @@ class Index:
                 raise
 
 
-def set_aside(io: StoreIO, dir_fd: int) -> None:
-    """Move the index out of the way, in place of the one set aside before. Raises OSError."""
-    for suffix in ("", *_SIDE_FILES):
-        try:
-            io.rename(INDEX_NAME + suffix, ASIDE_NAME + suffix, dir_fd=dir_fd)
-        except FileNotFoundError:
-            # A log of the index set aside before must not be taken for a part of this one.
-            with contextlib.suppress(FileNotFoundError):
-                io.unlink(ASIDE_NAME + suffix, dir_fd=dir_fd)
-    io.fsync(dir_fd)
-
-
 def is_damage(exc: StoreBroken) -> bool:
     """True when the content of the index is at fault, not the disk."""
     cause = exc.__cause__
-    return isinstance(cause, sqlite3.DatabaseError) and _code(cause) in _DAMAGE
+    if isinstance(cause, sqlite3.DatabaseError):
+        return _code(cause) in _DAMAGE
+    return isinstance(cause, UnicodeDecodeError)
 
 
 def check_usage(hits: int, last_use_s: float) -> None:
@@ -315,14 +315,14 @@ def _reserve_name(io: StoreIO, path: Path, dir_fd: int) -> bool:
     """Create the file, private from its first moment, or look that it is an ordinary one; True when it is new."""
     try:
         io.close(io.open(INDEX_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd))
-        for suffix in _SIDE_FILES:  # a leftover log would be replayed into the new file
+        for suffix in SIDE_FILES:  # a leftover log would be replayed into the new file
             with contextlib.suppress(FileNotFoundError):
                 io.unlink(INDEX_NAME + suffix, dir_fd=dir_fd)
         io.fsync(dir_fd)
         return True
     except FileExistsError:
         # SQLite opens its files by name and follows links; in a private directory only we could have put one there.
-        for suffix in ("", *_SIDE_FILES):
+        for suffix in ("", *SIDE_FILES):
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISREG(io.lstat(path.with_name(INDEX_NAME + suffix)).st_mode):
                     raise IndexUnusable(f"{INDEX_NAME}{suffix} is not a file") from None
@@ -345,9 +345,7 @@ def _create(connection: sqlite3.Connection, identity: Identity) -> None:
     connection.execute("BEGIN IMMEDIATE")
     for statement in _SCHEMA.values():
         connection.execute(statement)
-    connection.execute(
-        "INSERT INTO identity VALUES (?, ?, ?, 0)", (identity.namespace, identity.record_bytes, identity.file_slots)
-    )
+    connection.execute("INSERT INTO identity VALUES (?, ?, ?, ?, ?, 0)", astuple(identity))
     connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
     connection.execute("COMMIT")
 
@@ -365,10 +363,10 @@ def _examine(connection: sqlite3.Connection, identity: Identity) -> int:
     verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         raise IndexUnusable(f"it is damaged ({verdict})")
-    rows = connection.execute("SELECT namespace, record_bytes, file_slots, opens FROM identity").fetchall()
-    if len(rows) != 1 or Identity(*rows[0][:3]) != identity:
+    rows = connection.execute("SELECT * FROM identity").fetchall()
+    if len(rows) != 1 or Identity(*rows[0][:-1]) != identity:
         raise IndexUnusable("it belongs to another model, page layout or file size")
-    opens = rows[0][3]
+    opens = rows[0][-1]
     if not isinstance(opens, int) or not 0 <= opens < _MAX_OPENS:
         raise IndexUnusable("its count of openings is out of range")
     connection.execute("BEGIN IMMEDIATE")
@@ -383,7 +381,7 @@ def _close(connection: sqlite3.Connection) -> None:
         connection.close()
 
 
-def _code(exc: sqlite3.Error) -> int:
+def _code(exc: Exception) -> int:
     """The primary result code; errors of the Python layer have none."""
     return getattr(exc, "sqlite_errorcode", 0) & 0xFF
 
@@ -392,7 +390,11 @@ def _code(exc: sqlite3.Error) -> int:
 def _sqlite_errors() -> Iterator[None]:
     try:
         yield
-    except sqlite3.Error as exc:
-        if _code(exc) == sqlite3.SQLITE_FULL:
-            raise StoreFull(f"no space for the index ({exc})") from exc
-        raise StoreBroken(f"the index failed ({exc})") from exc
+    except _SQLITE_ERRORS as exc:
+        raise _store_error(exc) from exc
+
+
+def _store_error(exc: Exception) -> StoreFull | StoreBroken:
+    if _code(exc) == sqlite3.SQLITE_FULL:
+        return StoreFull(f"no space for the index ({exc})")
+    return StoreBroken(f"the index failed ({exc})")

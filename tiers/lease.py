@@ -1,29 +1,42 @@
-"""A lease: the pages one sequence uses, pinned for as long as it lives."""
+"""A lease: the pages one sequence uses, pinned for as long as it lives.
+
+The pages of a lease follow each other: known ones (`nodes`), then private ones that the sequence is writing. A known
+page is *readable* when a copy lies in memory. One that is not is either *absent*, on its way or to be computed again,
+or *streamed*: read from the store layer by layer in every step, because there is no room for it in memory.
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from tierd.tiers.mover import Job
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import NOWHERE, Node
 
+Addresses = npt.NDArray[np.int64]
+
+END = 1 << 62  # beyond every position
+
 
 class LeaseState(enum.Enum):
-    """Life of a lease. MATCHED -> FETCHING -> READY -> ENDED; all on the device already: READY at once."""
+    """Life of a lease. MATCHED -> LIVE -> ENDED; with nothing to fetch: LIVE at once."""
 
     MATCHED = enum.auto()
-    FETCHING = enum.auto()
-    READY = enum.auto()
+    LIVE = enum.auto()
     ENDED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A page on its way to the device, for all leases that wait for it."""
+    """A page on its way from the store to a slot of an arena, for all leases that wait for it."""
 
+    tier: Tier
     slot: int
-    waiters: list[Lease] = field(default_factory=list)
+    job: Job | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -44,46 +57,74 @@ class TailCopy:
 
 
 class Lease:
-    """Pages of one sequence: known ones first (`nodes`), then private ones that the sequence is writing.
+    """Pages of one sequence.
 
-    The engine reads the public attributes; `Pager` alone changes them.
+    The engine reads the public attributes; `Pager` and what it is made of alone change them.
 
     Attributes:
-        num_tokens: prompt tokens covered by what was found. Falls when a page is lost or comes too late; grows no more.
-        slots: device slots in the order of the sequence: known pages, then private ones. Valid once `ready`.
+        nodes: known pages. Those found come first, then those that the sequence computed and committed.
+        origins: where each page that was found lay then; None for one that had to be computed after all.
+        private: device slots of pages without a key, after the nodes.
+        filling: device slots of known pages that are being computed again, by place.
+        absent: places of known pages that can't be read yet.
+        reached: tokens that were found or computed, without regard to absent pages before them.
+        tail: a partial page in flight or not started; once arrived it is the first private page.
+        unkeyed: a key collided: the rest of this sequence stays private.
         lost: something that was found did not arrive.
+        next_load: places above this one are loaded, on their way or given up.
+        loading: whether absent pages may be loaded.
+        deadline_s: when loading is given up.
+        changes: grows when slots of private or filling pages change.
+        table: addresses of all pages, as of `table_version`; 0 for those that no memory holds.
+        streamed: how many of those are read from the store.
     """
 
     __slots__ = (
-        "__weakref__", "deadline_s", "missing", "next", "nodes", "num_tokens", "origins", "page_tokens", "private",
-        "root", "slots", "state", "tail", "tail_origin", "tail_tokens", "unkeyed", "lost",
+        "__weakref__", "absent", "changes", "deadline_s", "filling", "loading", "lost", "next_load", "nodes", "origins",
+        "page_tokens", "private", "reached", "root", "state", "streamed", "table", "table_version", "tail",
+        "tail_origin", "tail_tokens", "unkeyed",
     )  # fmt: skip
 
     def __init__(self, root: PageKey, page_tokens: int) -> None:
         self.root = root
         self.page_tokens = page_tokens
-        self.num_tokens = 0
-        self.slots: list[int] = []
-        self.lost = False
         self.state = LeaseState.MATCHED
         self.nodes: list[Node] = []
-        self.origins: list[Tier] = []  # where each matched page lay when it was found
-        self.private: list[int] = []  # device slots of pages without a key, after the nodes
-        self.tail: TailCopy | None = None  # in flight or not started; once arrived it is the first private page
+        self.origins: list[Tier | None] = []
+        self.private: list[int] = []
+        self.filling: dict[int, int] = {}
+        self.absent: set[int] = set()
+        self.reached = 0
+        self.tail: TailCopy | None = None
         self.tail_tokens = 0
         self.tail_origin = Tier.DEVICE
-        self.unkeyed = False  # a key collided: the rest of this sequence stays private
-        self.next = 0  # nodes before this one are on the device or on their way
-        self.missing = 0  # nodes on their way
+        self.unkeyed = False
+        self.lost = False
+        self.next_load = NOWHERE
+        self.loading = True
         self.deadline_s = 0.0
+        self.changes = 0
+        self.table: Addresses = np.empty(0, np.int64)
+        self.table_version = (-1, -1)
+        self.streamed = 0
 
     def __repr__(self) -> str:
         return f"<Lease {self.state.name}: {self.num_tokens} tokens, {len(self.nodes)}+{len(self.private)} pages>"
 
     @property
     def ready(self) -> bool:
-        """Whether every page is on the device."""
-        return self.state is LeaseState.READY
+        """Whether nothing that was found is still to come."""
+        return self.state is LeaseState.LIVE and not self.absent and self.tail is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens found that were not computed (until the lease is ready: not yet)."""
+        return sum(origin is not None for origin in self.origins) * self.page_tokens + self.tail_tokens
+
+    @property
+    def num_pages(self) -> int:
+        """Pages, whether they can be read or not."""
+        return len(self.nodes) + len(self.private)
 
     @property
     def hit_device(self) -> int:
@@ -100,14 +141,46 @@ class Lease:
         """Tokens of `num_tokens` that were found in the store."""
         return self._hits(Tier.NVME)
 
-    def recount(self) -> None:
-        """Sets `num_tokens` from what is left of the match."""
-        self.num_tokens = len(self.origins) * self.page_tokens + self.tail_tokens
+    def skip(self, position: int) -> int:
+        """The first token at or after `position` that is to be computed or waited for."""
+        if position % self.page_tokens == 0:
+            page = position // self.page_tokens
+            if self.absent:
+                while page < len(self.nodes) and page not in self.absent:
+                    page += 1
+            else:
+                page = max(page, len(self.nodes))
+            if page < len(self.nodes):
+                return page * self.page_tokens
+            position = max(position, len(self.nodes) * self.page_tokens)
+        elif position < len(self.nodes) * self.page_tokens:
+            return position  # within a page that is being computed again
+        return position if self.tail is not None else max(position, self.reached)
 
-    def arrive(self) -> None:
-        """Everything is on the device: the slots are known from here on."""
-        self.slots = [node.device for node in self.nodes] + self.private
-        self.state = LeaseState.READY
+    def limit(self, position: int) -> int:
+        """How far rows from `position` on may go: to the next page that is there, or has to be waited for."""
+        if not self.absent and self.tail is None:
+            return END
+        page = position // self.page_tokens + 1
+        while page < len(self.nodes) and page in self.absent:
+            page += 1
+        known = len(self.nodes) * self.page_tokens
+        if page < len(self.nodes):
+            return page * self.page_tokens
+        if self.tail is not None:
+            return max(known, position)
+        return known if position < known < self.reached else END
+
+    def has_slot(self, page: int) -> bool:
+        """Whether rows can be written into this page."""
+        return page in self.filling or len(self.nodes) <= page < self.num_pages
+
+    def held_until(self, position: int) -> int:
+        """The first token at or after `position` whose page has no slot to write to."""
+        page = position // self.page_tokens
+        while self.has_slot(page):
+            page += 1
+        return max(page * self.page_tokens, position)
 
     def _hits(self, tier: Tier) -> int:
         pages = self.origins.count(tier)

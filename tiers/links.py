@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import enum
-import threading
+import math
 from dataclasses import dataclass
+from typing import assert_never
 
-_EMA_WEIGHT = 0.1  # about the last 20 transfers: follows a drive that slows down, and forgets one odd transfer
+# The rate looks back over about this much time in which the link was busy: it follows a drive that slows down, and
+# forgets one odd transfer.
+_MEMORY_S = 0.5
+
+
+class LinkGroup(enum.StrEnum):
+    """Links that share what they run on. Each group has its own queue and threads, so none waits for another."""
+
+    COPIES = "copies"
+    DISK_READS = "disk_reads"
+    DISK_WRITES = "disk_writes"
 
 
 class Link(enum.StrEnum):
@@ -18,6 +29,19 @@ class Link(enum.StrEnum):
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
 
+    @property
+    def group(self) -> LinkGroup:
+        """Whose queue and threads serve this link."""
+        match self:
+            case Link.DEVICE_TO_HOST | Link.HOST_TO_DEVICE | Link.DEVICE_TO_DEVICE:
+                return LinkGroup.COPIES
+            case Link.DISK_READ:
+                return LinkGroup.DISK_READS
+            case Link.DISK_WRITE:
+                return LinkGroup.DISK_WRITES
+            case _:
+                assert_never(self)
+
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
@@ -25,44 +49,85 @@ class LinkStats:
 
     total_bytes: int  # moved since the start
     busy_s: float  # seconds that threads spent moving them (two threads at once count twice)
-    count: int  # transfers
-    errors: int  # transfers that failed
+    active_s: float  # seconds in which at least one transfer ran
+    waited_s: float  # seconds that the transfers stood in the queue, all together
+    count: int  # transfers that ended, failed ones included
+    errors: int  # transfers that failed or could not be run
+    cancelled: int  # transfers that were given up before they ran; not in `count`
     queued: int  # jobs waiting or running now
-    bytes_per_s: float  # moving average of the rate of one transfer; 0 before the first
+    bytes_per_s: float  # of the link as a whole while it is active, lately; 0 before the first transfer
 
 
 class LinkMeter:
-    """Counts one link. Thread-safe: the mover's threads record, any thread reads."""
+    """Counts one link. Not thread-safe: whoever has several threads calls it under a lock. Times are of one clock."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._bytes = 0
         self._busy_s = 0.0
+        self._active_s = 0.0
+        self._waited_s = 0.0
         self._count = 0
         self._errors = 0
+        self._cancelled = 0
         self._queued = 0
-        self._rate = 0.0
+        self._running = 0
+        self._seen_s = 0.0  # up to when `_active_s` is counted
+        self._recent_bytes = 0.0  # both decay with active time; their ratio is the rate
+        self._recent_s = 0.0
+        self._fresh_s = 0.0  # active time since the last transfer that counted
 
     def enqueue(self) -> None:
         """A job for this link was accepted."""
-        with self._lock:
-            self._queued += 1
+        self._queued += 1
 
-    def record(self, num_bytes: int, seconds: float, *, failed: bool) -> None:
-        """A job for this link ended; a failed one moved nothing that counts."""
-        with self._lock:
-            self._queued -= 1
+    def begin(self, now_s: float, waited_s: float) -> None:
+        """A job was taken from the queue and runs from now on."""
+        self._pass(now_s)
+        self._running += 1
+        self._waited_s += waited_s
+
+    def end(self, now_s: float, num_bytes: int, seconds: float, *, failed: bool) -> None:
+        """A job that ran for `seconds` ended; a failed one moved nothing that counts."""
+        self._pass(now_s)
+        self._running -= 1
+        self._queued -= 1
+        self._count += 1
+        if failed:
+            self._errors += 1
+            return
+        self._bytes += num_bytes
+        self._busy_s += seconds
+        if num_bytes > 0:
+            kept = math.exp(-self._fresh_s / _MEMORY_S)
+            self._recent_bytes = self._recent_bytes * kept + num_bytes
+            self._recent_s = self._recent_s * kept + self._fresh_s
+            self._fresh_s = 0.0
+
+    def abandon(self, *, cancelled: bool) -> None:
+        """A job left the queue without having run: cancelled, or because the mover stopped."""
+        self._queued -= 1
+        if cancelled:
+            self._cancelled += 1
+        else:
             self._count += 1
-            if failed:
-                self._errors += 1
-                return
-            self._bytes += num_bytes
-            self._busy_s += seconds
-            if seconds > 0 and num_bytes > 0:
-                rate = num_bytes / seconds
-                self._rate = rate if self._rate == 0 else self._rate + _EMA_WEIGHT * (rate - self._rate)
+            self._errors += 1
+
+    def _pass(self, now_s: float) -> None:
+        if self._running and now_s > self._seen_s:
+            self._active_s += now_s - self._seen_s
+            self._fresh_s += now_s - self._seen_s
+        self._seen_s = now_s
 
     def statistics(self) -> LinkStats:
         """A frozen copy of the counters."""
-        with self._lock:
-            return LinkStats(self._bytes, self._busy_s, self._count, self._errors, self._queued, self._rate)
+        return LinkStats(
+            total_bytes=self._bytes,
+            busy_s=self._busy_s,
+            active_s=self._active_s,
+            waited_s=self._waited_s,
+            count=self._count,
+            errors=self._errors,
+            cancelled=self._cancelled,
+            queued=self._queued,
+            bytes_per_s=self._recent_bytes / self._recent_s if self._recent_s > 0 else 0.0,
+        )

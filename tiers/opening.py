@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierd.tiers.errors import StoreBroken, StoreFull
-from tierd.tiers.index import INDEX_NAME, Identity, Index, IndexUnusable, set_aside
+from tierd.tiers.index import ASIDE_NAME, ASIDE_NAMES, INDEX_NAME, SIDE_FILES, Identity, Index, IndexUnusable
 from tierd.tiers.slab import Slabs, probe, remove_slabs
 from tierd.tiers.slot import SlotGeometry
 from tierd.tiers.store_io import StoreIO, is_full, lock_directory, open_directory
@@ -41,6 +41,17 @@ class OpenStore:
         except OSError:
             return False
 
+    def set_aside(self) -> None:
+        """Move the open index out of the way, if that can be done: the next opening starts afresh."""
+        with contextlib.suppress(OSError):
+            set_aside(self.io, self.dir_fd)
+
+    def remove_aside(self) -> None:
+        """Delete what was set aside."""
+        for name in ASIDE_NAMES:
+            with contextlib.suppress(OSError):
+                self.io.unlink(name, dir_fd=self.dir_fd)
+
     def close(self) -> None:
         """Release everything; the lock last, for it lets the next owner in."""
         self.index.close()
@@ -67,7 +78,9 @@ def open_store(
             lock_fd = lock_directory(io, directory, dir_fd)
             stack.callback(close_quietly, io, lock_fd)
             direct = _probe(io, dir_fd, geometry.slot_bytes, notes)
-            identity = Identity(namespace, geometry.record_bytes, geometry.file_slots)
+            identity = Identity(
+                namespace, geometry.record_bytes, geometry.sections, geometry.section_bytes, geometry.file_slots
+            )
             index = _open_index(io, directory, dir_fd, identity, notes)
             stack.callback(index.close)
             slabs = Slabs(
@@ -91,6 +104,18 @@ def open_store(
             raise StoreBroken(f"can't open the store in {directory}: {exc}; make room on the disk") from exc
         stack.pop_all()
     return OpenStore(io, directory, dir_fd, lock_fd, index, slabs, places, notes)
+
+
+def set_aside(io: StoreIO, dir_fd: int) -> None:
+    """Move the index out of the way, in place of the one set aside before. Raises OSError."""
+    for suffix in ("", *SIDE_FILES):
+        try:
+            io.rename(INDEX_NAME + suffix, ASIDE_NAME + suffix, dir_fd=dir_fd)
+        except FileNotFoundError:
+            # A log of the index set aside before must not be taken for a part of this one.
+            with contextlib.suppress(FileNotFoundError):
+                io.unlink(ASIDE_NAME + suffix, dir_fd=dir_fd)
+    io.fsync(dir_fd)
 
 
 def close_quietly(io: StoreIO, fd: int) -> None:

@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 
 from tierd.tiers import check as checks
 from tierd.tiers import upkeep
-from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.arena import Arena
+from tierd.tiers.commit import Committer
 from tierd.tiers.errors import TierFull
 from tierd.tiers.evict import Evictor
-from tierd.tiers.keys import pack_tokens, page_key, salted_root
+from tierd.tiers.keys import pack_tokens, salted_root
 from tierd.tiers.lease import Lease, LeaseState, TailCopy
 from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.page_tables import PageTables
 from tierd.tiers.prefix import Node, PrefixIndex
 from tierd.tiers.promote import Promoter
 from tierd.tiers.residency import Residency
+from tierd.tiers.resize import Resizer
 from tierd.tiers.stats import PagerStats, collect, page_map
 from tierd.tiers.store import Store
 from tierd.tiers.writeback import Writeback
@@ -71,126 +74,154 @@ class Pager:
         self.writeback = Writeback(self.residency, store, mover, self._notice, self._written)
         self.evictor = Evictor(self.residency, mover, self.writeback)
         self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback, self._notice)
+        self.tables = PageTables(self.residency, self.promoter)
+        self.committer = Committer(self.residency, self.writeback, self.promoter, self.page_time)
+        self.resizer = Resizer(self)
         self.leases: set[Lease] = set()
         self.clock = clock
         self._events = events
         self._epoch_s = 0.0  # page time = clock + epoch
-        self.lookups = self.lookup_tokens = self.collisions = 0
+        self.lookups = self.lookup_tokens = 0
         self.hit_tokens = [0, 0, 0]
         self._told_dead = False
+        self._starved = False  # the last `allocate` got nothing
         if store is not None:
             self._epoch_s = upkeep.load_index(self, store)
+
+    @property
+    def capacity_pages(self) -> int:
+        """Pages that one sequence may have: beyond memory they are streamed from the store."""
+        return self.device.slots + self.host.slots + self.residency.store_slots
+
+    @property
+    def memory_pages(self) -> int:
+        """Pages of memory that are free, or that no live lease needs."""
+        return self.device.num_free + self.device.cached + self.host.num_free + self.host.cached
+
+    @property
+    def writable_pages(self) -> int:
+        """Device slots that `allocate` can give out, now or when pages of leases have spilled."""
+        room = self.host.num_free + self.host.cached
+        leased = len(self.residency.leased)
+        if not self.writeback.on or self.writeback.paused:
+            leased = min(leased, room)
+        return self.device.num_free + self.device.cached + leased
 
     def match(self, tokens: Sequence[int], salt: bytes = b"") -> Lease:
         """A lease on the longest known run at the start of `tokens`, pinned before this returns.
 
         It covers at most `len(tokens) - 1` tokens, for one must be computed to go on. Beyond the last whole page the
         first tokens of another known page may count, too: they are copied into a private page (copy on write) if a
-        device slot can be had for it. Copies start with `fetch`.
+        device slot can be had for it. Loads and copies start with `fetch`.
         """
-        now_s = self._page_time()
+        now_s = self.page_time()
         lease = Lease(salted_root(self.root, salt), self.page_tokens)
         found, source, shared = self.index.match(lease.root, pack_tokens(tokens[:-1]))
-        if len(found) > self.device.slots:  # more than the device can hold at once
-            found, source = found[: self.device.slots], None
-        on_device = True
-        for node in found:
+        for place, node in enumerate(found):
             self._use(node, now_s)
             lease.origins.append(node.nearest)
-            on_device = on_device and node.device >= 0
+            if not node.readable:
+                lease.absent.add(place)
         lease.nodes = found
+        lease.reached = len(found) * self.page_tokens
         if source is not None:
             self._use(source, now_s)
             lease.tail = TailCopy(source)
             lease.tail_tokens = shared
             lease.tail_origin = source.nearest
-        lease.recount()
         self.lookups += 1
         self.lookup_tokens += len(tokens)
         for tier, hit in zip(Tier, (lease.hit_device, lease.hit_host, lease.hit_nvme), strict=True):
             self.hit_tokens[tier] += hit
         self.leases.add(lease)
-        if on_device and lease.tail is None:
-            lease.arrive()
+        if not lease.absent and lease.tail is None:
+            lease.state = LeaseState.LIVE
         return lease
 
     def fetch(self, lease: Lease, deadline_s: float) -> None:
-        """Starts bringing the pages of a lease to the device; `poll` completes it.
+        """Starts bringing the pages of a lease to memory; `poll` completes it.
 
-        A page that fails, or has not arrived at the deadline, shortens the lease: `num_tokens` falls, `lost` is set and
-        the rest is to be computed. What arrived stays, and what arrives later is cached.
+        Meanwhile the engine may compute absent pages itself, see `Lease.skip`. A page that fails, or has not arrived
+        at the deadline, is to be computed. What arrives later is cached.
         """
         self._require_live(lease)
         if lease.state is LeaseState.MATCHED:
             self.promoter.fetch(lease, deadline_s)
 
-    def allocate(self, lease: Lease, count: int) -> list[int] | None:
-        """`count` more private pages for the lease, as device slots.
+    def allocate(self, lease: Lease, start: int, end: int) -> bool:
+        """Device slots for the rows `start` to `end` of the sequence, where it has none yet.
 
-        None if they are not to be had now: evictions were started, ask again after `poll`; if other leases hold the
-        device, wait for their release. Raises TierFull if the lease can never have so many.
+        False if they are not to be had now: evictions were started, ask again after `poll`; if other leases hold the
+        device, wait for their release. False, too, if a page has just come, or comes from another lease: `skip` and
+        `limit` know better after `poll`. Raises TierFull if there can never be so many.
         """
         self._require_live(lease)
-        held = len(lease.nodes) + len(lease.private) + (lease.tail is not None)
-        if held + count > self.device.slots:
-            raise TierFull(f"{held} + {count} pages do not fit a device of {self.device.slots}")
-        if self.device.num_free < count:
-            self.evictor.make_room(count)
-            if self.device.num_free < count:
-                return None
-        slots = [slot for _ in range(count) if (slot := self.device.alloc(SlotState.PRIVATE)) is not None]
-        lease.private += slots
-        if lease.ready:
-            lease.slots += slots
-        return slots
+        size = self.page_tokens
+        wanted = [page for page in range(start // size, -(-end // size)) if not lease.has_slot(page)]
+        if not wanted:
+            return True
+        pages = max(wanted[-1] + 1, lease.num_pages)
+        if pages > self.capacity_pages:
+            raise TierFull(f"{pages} pages do not fit the {self.capacity_pages} of all tiers")
+        written = len(wanted) + len(lease.private) + len(lease.filling)
+        if written > self.device.slots:
+            raise TierFull(f"{written} pages to be written at once do not fit a device of {self.device.slots}")
+        for page in wanted:
+            node = lease.nodes[page] if page < len(lease.nodes) else None
+            if node is not None and (node.readable or node.computer not in (None, lease)):
+                return False
+        if self.device.num_free < len(wanted):
+            self.evictor.make_room(len(wanted), spill=True)
+            if self.device.num_free < len(wanted):
+                self._starved = True
+                return False
+        self._starved = False
+        for page in wanted:
+            self.committer.give_slot(lease, page)
+        lease.changes += 1
+        return True
 
     def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Names every page of the lease that `tokens` fills: it becomes shareable and is queued for write-behind.
 
         Args:
-            lease: a ready one.
-            tokens: the whole sequence, as far as its keys and values are in the pages.
+            lease: a live one.
+            tokens: the whole sequence, as far as its keys and values are in the pages without a hole.
 
-        If a page is known on the device already, its slot takes the place of the lease's own in `slots`.
+        If a page is known in memory already, that copy takes the place of the lease's own.
         """
-        self._require_ready(lease)
-        size = self.page_tokens
-        while not lease.unkeyed and lease.private and (len(lease.nodes) + 1) * size <= len(tokens):
-            start = len(lease.nodes) * size
-            if not self._name(lease, pack_tokens(tokens[start : start + size])):
-                lease.unkeyed = True
-                self.collisions += 1
+        self._require_live(lease)
+        self.committer.commit(lease, tokens)
 
     def release(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Ends the lease. Every full page and the partial tail of `tokens` stay as cache. Ended already: nothing.
 
         Args:
-            lease: any; one that was not ready has computed nothing, then `tokens` do not count.
+            lease: any; of one that was never fetched `tokens` do not count.
             tokens: as in `commit`.
         """
         if lease.state is LeaseState.ENDED:
             return
-        if lease.ready:
+        if lease.state is LeaseState.LIVE:
             self.commit(lease, tokens)
-            rest = pack_tokens(tokens[len(lease.nodes) * self.page_tokens :][: self.page_tokens])
-            if rest and lease.private and not lease.unkeyed:
-                self._keep_tail(lease, rest)
+            self.committer.keep_tail(lease, tokens)
         self.promoter.fetching.pop(lease, None)
         lease.state = LeaseState.ENDED
         self.promoter.drop_tail(lease)
-        now_s = self._page_time()
+        now_s = self.page_time()
+        self.committer.abandon(lease)
         for node in lease.nodes:
-            if node.load is not None and lease in node.load.waiters:
-                node.load.waiters.remove(lease)
             node.last_use_s = now_s  # a page is never older than the pages after it
-            if node.alive:
-                self._keep(node)
+            if node.readable:
+                self.committer.keep(node)
         for node in reversed(lease.nodes):
             self.residency.unpin(node)
         for slot in lease.private:
             self.device.drop(slot)
-        lease.nodes, lease.private, lease.slots = [], [], []
+        lease.nodes, lease.private, lease.absent = [], [], set()
         self.leases.discard(lease)
+        self._starved = False
+        self.evictor.relax()
 
     def fork(self, lease: Lease, tokens: Sequence[int]) -> Lease:
         """A second lease that continues `tokens`: full pages are shared, the partial one is copied.
@@ -200,16 +231,17 @@ class Pager:
         """
         self.commit(lease, tokens)
         twin = Lease(lease.root, self.page_tokens)
-        now_s = self._page_time()
+        now_s = self.page_time()
         twin.nodes = list(lease.nodes)
         for node in twin.nodes:
             self._use(node, now_s)
-        twin.origins = [Tier.DEVICE] * len(twin.nodes)
-        rest = len(tokens) - len(twin.nodes) * self.page_tokens
+        twin.origins = [node.nearest if node.has_copy else None for node in twin.nodes]
+        twin.absent = {place for place in lease.absent if not twin.nodes[place].readable}
+        twin.reached = len(twin.nodes) * self.page_tokens
+        rest = len(tokens) - twin.reached
         self.leases.add(twin)
         if 0 < rest < self.page_tokens and lease.private and not lease.unkeyed:
             self.promoter.copy_private(twin, lease.private[0], rest)
-        twin.recount()
         self.promoter.fetch(twin, float("inf"))
         return twin
 
@@ -224,6 +256,11 @@ class Pager:
             changed |= self.promoter.poll(now_s)
         changed |= self.writeback.poll(now_s)
         changed |= self.evictor.poll()
+        changed |= self.resizer.poll()
+        if not self._starved:  # else it would take the slots that were just made free for somebody
+            for lease in self.leases:
+                if lease.streamed:
+                    changed |= self.promoter.refill(lease)
         if self.mover.dead is not None and not self._told_dead:
             self._told_dead = True
             self.writeback.turn_off(str(self.mover.dead))
@@ -275,7 +312,8 @@ class Pager:
         for completion in self.mover.drain():
             completion.job.on_done(completion)
 
-    def _page_time(self) -> float:
+    def page_time(self) -> float:
+        """Now, on the scale of `Node.last_use_s`."""
         return self.clock() + self._epoch_s
 
     def _use(self, node: Node, now_s: float) -> None:
@@ -283,55 +321,6 @@ class Pager:
         node.last_use_s = now_s
         self.residency.pin(node)
         self.writeback.touch(node)
-
-    def _name(self, lease: Lease, packed: bytes) -> bool:
-        """Gives the first private page its key; False if the key stands for other tokens."""
-        parent = lease.nodes[-1].key if lease.nodes else lease.root
-        slot = lease.private[0]
-        node = self._know(parent, packed, slot)
-        if node is None:
-            return False
-        self.residency.pin(node)
-        if node.device != slot:
-            self.device.drop(slot)
-            lease.slots[len(lease.nodes)] = node.device
-        del lease.private[0]
-        lease.nodes.append(node)
-        for other in self.index.dominated_by(node):
-            self.residency.settle(other)
-        return True
-
-    def _know(self, parent: PageKey, packed: bytes, slot: int) -> Node | None:
-        """The node of this page, on the device: a new one or a known one, with `slot` if it had no device copy."""
-        key = page_key(parent, packed)
-        node = self.index.get(key)
-        if node is None:
-            node = Node(key, parent, packed)
-            self.index.add(node)
-        elif node.packed != packed or node.parent != parent:
-            return None
-        node.last_use_s = self._page_time()
-        if node.device < 0:
-            self.promoter.satisfy(node)
-            self.residency.place(node, Tier.DEVICE, slot)
-        self._keep(node)
-        return node
-
-    def _keep_tail(self, lease: Lease, rest: bytes) -> None:
-        """Keeps the partial page of an ending lease as cache, unless a known page says the same."""
-        parent = lease.nodes[-1].key if lease.nodes else lease.root
-        if self.index.is_dominated(parent, rest):
-            return
-        slot = lease.private[0]
-        node = self._know(parent, rest, slot)
-        if node is not None and node.device == slot:
-            del lease.private[0]
-            for other in self.index.dominated_by(node):
-                self.residency.settle(other)
-
-    def _keep(self, node: Node) -> None:
-        if not node.durable:
-            self.writeback.add(node)
 
     def _written(self, node: Node) -> None:
         self.evictor.left(node)
@@ -342,7 +331,3 @@ class Pager:
     def _require_live(self, lease: Lease) -> None:
         if lease.state is LeaseState.ENDED:
             raise ValueError(f"{lease} has ended")
-
-    def _require_ready(self, lease: Lease) -> None:
-        if not lease.ready:
-            raise ValueError(f"{lease} is not ready")

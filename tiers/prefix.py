@@ -14,7 +14,7 @@ from tierd.tiers.keys import TOKEN_BYTES, common_tokens, page_key
 from tierd.tiers.page import PageKey, Tier
 
 if TYPE_CHECKING:
-    from tierd.tiers.lease import Load
+    from tierd.tiers.lease import Lease, Load
 
 # A popular prefix can have thousands of continuations. The newest of them are looked at for a partial match; beyond
 # that a scan (0.1 us each) would cost more than it finds.
@@ -40,9 +40,11 @@ class Node:
         depth: pages before it; 0 for the first, and for pages whose parent is not known.
         device, host: slot of the copy there, or NOWHERE.
         durable: whether the store holds a copy.
-        pins: leases that need it. While there is one, no copy is evicted.
+        pins: leases that need it. While there is one, the last copy that they can read stays.
         moves: copies in flight from or to it. While there is one, no copy is evicted.
-        load: the copy in flight to the device, shared by all who wait for it.
+        load: the copy in flight from the store to memory, shared by all who wait for it.
+        computer: the lease that is computing it once more, because it was lost or comes later than that.
+        kept: the user wants it kept: its last copy is not evicted.
         leaving: whether, and in which way, its device copy is about to go.
         writing: a write to the store is in flight.
         kids: known children that stay in each tier (by `Tier`). A page with such children is not evicted from there.
@@ -52,8 +54,8 @@ class Node:
     """
 
     __slots__ = (
-        "alive", "depth", "device", "durable", "hits", "host", "key", "kids", "last_use_s", "leaving", "load", "moves",
-        "packed", "parent", "pins", "queued", "writing",
+        "alive", "computer", "depth", "device", "durable", "hits", "host", "kept", "key", "kids", "last_use_s",
+        "leaving", "load", "moves", "packed", "parent", "pins", "queued", "writing",
     )  # fmt: skip
 
     def __init__(self, key: PageKey, parent: PageKey, packed: bytes, depth: int = 0) -> None:
@@ -67,6 +69,8 @@ class Node:
         self.pins = 0
         self.moves = 0
         self.load: Load | None = None
+        self.computer: Lease | None = None
+        self.kept = False
         self.leaving = Leaving.NO
         self.writing = False
         self.kids = [0, 0, 0]
@@ -88,6 +92,11 @@ class Node:
     def has_copy(self) -> bool:
         """Whether any tier holds it."""
         return self.device >= 0 or self.host >= 0 or self.durable
+
+    @property
+    def readable(self) -> bool:
+        """Whether a copy lies in memory, where attention reads it in place."""
+        return self.device >= 0 or self.host >= 0
 
     def is_in(self, tier: Tier) -> bool:
         """Whether this tier holds a copy."""

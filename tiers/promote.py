@@ -1,4 +1,8 @@
-"""Bringing the pages of a lease to the device: each page once, whoever waits for it, each wait with a deadline."""
+"""Bringing the pages of a lease to memory: each page once, whoever waits for it, each wait with a deadline.
+
+Pages in CPU memory are read there, so only those of the store are loaded, from the last to the first: meanwhile the
+engine may compute from the first on, and the two meet. A page that does not come is a hole, which the engine computes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 
 from tierd.tiers.arena import Arena, SlotState
-from tierd.tiers.errors import LostReason, PageLost, StoreBroken
+from tierd.tiers.errors import JobCancelled, LostReason, PageLost, StoreBroken
 from tierd.tiers.evict import Evictor
 from tierd.tiers.lease import Lease, LeaseState, Load, TailCopy
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, Job, JobClass, Mover
 from tierd.tiers.page import Tier
-from tierd.tiers.prefix import Node
+from tierd.tiers.prefix import NOWHERE, Node
 from tierd.tiers.residency import Residency
 from tierd.tiers.store import Store
 from tierd.tiers.writeback import Writeback
@@ -23,6 +27,8 @@ LATE = "late"  # had not arrived at the deadline
 NO_ROOM = "no_room"  # no device slot for the copy of a partial page
 
 DAMAGE_EVERY_S = 60.0  # between two notices of pages that failed their check
+MAX_LOADS = 128  # in flight at once: enough for a disk to work through a step of the model
+_REFILL_PAGES = 8  # streamed pages that may be on their way back to memory at once
 
 
 class Promoter:
@@ -38,7 +44,8 @@ class Promoter:
         notify: Callable[[str], None],
     ) -> None:
         self.fetching: dict[Lease, None] = {}  # in the order of their fetches: the first gets free slots first
-        self.promotions = [0, 0, 0]  # pages brought up, by the tier they came from
+        self.loads = 0  # in flight
+        self.loaded_pages = 0
         self.misses: Counter[str] = Counter()  # pages that were found and did not arrive, by reason
         self.damaged_pages = 0  # of the store: they could not be read, or were not what they should be
         self._told_damaged = 0
@@ -51,22 +58,67 @@ class Promoter:
         self._writeback = writeback
 
     def fetch(self, lease: Lease, deadline_s: float) -> None:
-        """Starts the copies of a lease; it is ready at once if there is nothing to copy."""
-        lease.state = LeaseState.FETCHING
+        """Starts the loads and copies of a lease; it is ready at once if there is nothing to move."""
+        lease.state = LeaseState.LIVE
         lease.deadline_s = deadline_s
+        lease.next_load = max(lease.absent, default=NOWHERE)
         self.fetching[lease] = None
         self._advance(lease)
 
     def poll(self, now_s: float) -> bool:
-        """Goes on with what waited for slots, and cuts leases whose time is over. True if a lease became ready."""
-        before = len(self.fetching)
+        """Goes on with what waited for slots, and gives loads up whose time is over. True if a lease moved on."""
+        before = sum(len(lease.absent) for lease in self.fetching) + len(self.fetching)
         for lease in list(self.fetching):
+            if now_s >= lease.deadline_s:
+                self.give_up(lease)
             self._advance(lease)
-            if lease.state is LeaseState.FETCHING and now_s >= lease.deadline_s:
-                late = next((i for i, node in enumerate(lease.nodes) if node.device < 0), len(lease.nodes))
-                self.cut(lease, late, LATE)
-                self._advance(lease)
-        return len(self.fetching) < before
+        return sum(len(lease.absent) for lease in self.fetching) + len(self.fetching) < before
+
+    def give_up(self, lease: Lease) -> None:
+        """Loads no more for a lease: what is absent is to be computed. What is on its way arrives all the same."""
+        late = {place for place in lease.absent if lease.nodes[place].durable} - lease.filling.keys()
+        if lease.loading and (late or lease.tail is not None):
+            self.misses[LATE] += len(late) + (lease.tail is not None)
+            lease.lost = True
+        lease.loading = False
+        if lease.tail is not None:
+            self.drop_tail(lease)
+            lease.tail_tokens = 0
+
+    def is_coming(self, lease: Lease) -> bool:
+        """Whether anything absent may still come by itself: a load is to start or runs, or another lease computes."""
+        if lease.tail is not None or (lease.loading and lease.next_load >= 0):
+            return True
+        absent = (lease.nodes[place] for place in lease.absent)
+        return any(node.load is not None or node.computer not in (None, lease) for node in absent)
+
+    def stop_loading(self, lease: Lease) -> None:
+        """The engine computes what is absent sooner than it could be loaded: starts no more loads for the lease."""
+        lease.loading = False
+
+    def hole(self, lease: Lease, place: int) -> None:
+        """A page of a lease is gone from where it was read: it is to be computed again."""
+        lease.lost = True
+        lease.absent.add(place)
+        self.fetching[lease] = None
+
+    def cancel_load(self, node: Node) -> None:
+        """The page is about to be computed: its load need not run if it has not begun."""
+        if node.load is not None and node.load.job is not None:
+            self._mover.cancel(node.load.job)
+
+    def refill(self, lease: Lease) -> bool:
+        """Brings streamed pages of a lease back to memory that is free now. True if a load was started."""
+        started = False
+        for node in lease.nodes:
+            if self.loads >= _REFILL_PAGES:
+                break
+            if not node.readable and node.durable and node.load is None and node.computer is None:
+                target = self._slot(1)
+                if target is None or not self._start_load(node, target, JobClass.PREFETCH):
+                    break
+                started = True
+        return started
 
     def tell_damage(self, now_s: float) -> None:
         """Tells the user of damaged pages: of the first at once, of later ones at most once in `DAMAGE_EVERY_S`."""
@@ -77,22 +129,6 @@ class Promoter:
         many = f"{count} pages on disk failed their check so far and were"
         what = "1 page on disk failed its check and was" if count == 1 else many
         self._notify(f"{what} dropped; the disk may be failing")
-
-    def cut(self, lease: Lease, length: int, reason: str) -> None:
-        """Shortens a lease to its first `length` pages. What is on its way arrives all the same, as cache."""
-        lost = lease.nodes[length:]
-        self.misses[reason] += len(lost) + (lease.tail is not None)
-        lease.lost = True
-        self.drop_tail(lease)
-        lease.tail_tokens = 0  # of a tail that has arrived, too: it continued a page that is not there
-        del lease.nodes[length:], lease.origins[length:]
-        lease.next = min(lease.next, length)
-        lease.recount()
-        for node in lost:
-            if node.load is not None and lease in node.load.waiters:
-                node.load.waiters.remove(lease)
-                lease.missing -= 1
-            self._residency.unpin(node)
 
     def drop_tail(self, lease: Lease) -> None:
         """Gives up a tail that has not arrived."""
@@ -105,17 +141,10 @@ class Promoter:
         if tail.source is not None:
             self._residency.unpin(tail.source)
 
-    def satisfy(self, node: Node) -> None:
-        """The page came to the device by another way than its load: whoever waited need not any more."""
-        if node.load is not None:
-            for lease in node.load.waiters:
-                lease.missing -= 1
-            node.load.waiters.clear()
-
     def copy_private(self, lease: Lease, source_slot: int, tokens: int) -> None:
         """Gives a forked lease a copy of its parent's private page as its tail, if a slot is free for it."""
         device = self._residency.device
-        slot = self._slot(1)
+        slot = self._device_slot(1)
         if slot is None:
             return
         lease.tail = tail = TailCopy(None, slot)
@@ -123,90 +152,9 @@ class Promoter:
         # The parent goes on writing its page: behind the tokens that the fork uses.
         self._submit_tail(lease, tail, device, source_slot, Link.DEVICE_TO_DEVICE)
 
-    def _advance(self, lease: Lease) -> None:
-        while lease.next < len(lease.nodes):
-            node = lease.nodes[lease.next]
-            if node.device < 0:
-                if node.load is None and not self._start_load(node, lease):
-                    break
-                if node.load is not None:
-                    node.load.waiters.append(lease)
-                    lease.missing += 1
-            lease.next += 1
-        tail = lease.tail
-        if tail is not None and not tail.started:
-            self._start_tail(lease, tail)
-        if lease.next == len(lease.nodes) and not lease.missing and lease.tail is None:
-            lease.arrive()
-            self.fetching.pop(lease, None)
-
-    def _start_load(self, node: Node, lease: Lease) -> bool:
-        device, host = self._residency.device, self._residency.host
-        if not node.alive or not node.has_copy:
-            self.cut(lease, lease.next, LostReason.ABSENT)
-            return False
-        slot = self._slot(len(lease.nodes) - lease.next)
-        if slot is None:
-            return False
-        load = Load(slot)
-        release: Callable[[], None] | None = None
-        if node.host >= 0:
-            release = partial(host.release, node.host, host.retain(node.host))
-            source = Tier.HOST
-            done = partial(self._loaded, node, load, source, release)
-            job = self._mover.copy_job(device.row(slot), host.row(node.host), Link.HOST_TO_DEVICE, done)
-        else:
-            source = Tier.NVME
-            job = self._read_job(node, slot, partial(self._loaded, node, load, source, None))
-        if not self._mover.submit(job, JobClass.NOW):
-            device.drop(slot)
-            if release is not None:
-                release()
-            return False
-        node.load = load
-        node.moves += 1
-        return True
-
-    def _slot(self, wanted: int) -> int | None:
-        """A device slot to fill; None if room for `wanted` has to be made first."""
-        device = self._residency.device
-        if not device.num_free:
-            self._evictor.make_room(wanted)
-        return device.alloc(SlotState.FILLING)
-
-    def _read_job(self, node: Node, slot: int, done: Callable[[Completion], None]) -> Job:
-        store, key, row = self._store, node.key, self._residency.device.row(slot)
-        if store is None:
-            raise AssertionError(f"{node} is durable without a store")
-        return Job(lambda: store.read_into(key, row), Link.DISK_READ, row.nbytes, done)
-
-    def _loaded(
-        self, node: Node, load: Load, source: Tier, release: Callable[[], None] | None, done: Completion
-    ) -> None:
-        residency = self._residency
-        if release is not None:
-            release()
-        node.load = None
-        node.moves -= 1
-        waiters = list(load.waiters)
-        for lease in waiters:
-            lease.missing -= 1
-        if done.error is None and node.device < 0:
-            self.promotions[source] += 1
-            residency.place(node, Tier.DEVICE, load.slot)
-            residency.settle(node)
-            return
-        residency.device.drop(load.slot)  # it failed, or the page was computed meanwhile
-        if done.error is not None:
-            reason = self._failed(node, source, done.error)
-            for lease in waiters:
-                if node.device < 0 and node in lease.nodes:
-                    self.cut(lease, lease.nodes.index(node), reason)
-        residency.settle(node)
-
-    def _failed(self, node: Node, source: Tier, error: Exception) -> str:
-        """Books what a failed read means for the page; the label of its miss."""
-        if source is not Tier.NVME or not isinstance(error, PageLost):
+    def failed(self, node: Node, error: Exception) -> str:
+        """Books what a failed read from the store means for the page; the label of its miss."""
+        if not isinstance(error, PageLost):
             if isinstance(error, StoreBroken):
                 self._writeback.turn_off(str(error))
             return type(error).__name__
@@ -216,18 +164,112 @@ class Promoter:
             self._writeback.turn_off(str(error))
         else:
             self.damaged_pages += error.reason is not LostReason.ABSENT
-            self._writeback.add(node)  # if it has a copy higher up
+            if node.readable:
+                self._writeback.add(node)
         return error.reason
+
+    def _advance(self, lease: Lease) -> None:
+        # A page that is half computed when it arrives is computed to its end: rows after it wait for that.
+        lease.absent -= {
+            place for place in lease.absent if lease.nodes[place].readable and place not in lease.filling
+        }
+        while lease.loading and lease.next_load >= 0 and self.loads < MAX_LOADS:
+            place = lease.next_load
+            if place in lease.absent and not self._load(lease, place):
+                break
+            lease.next_load -= 1
+        tail = lease.tail
+        if tail is not None and not tail.started:
+            self._start_tail(lease, tail)
+        if not lease.absent and lease.tail is None:
+            self.fetching.pop(lease, None)
+
+    def _load(self, lease: Lease, place: int) -> bool:
+        """Starts to load an absent page, or finds that it need not be; False to try again later."""
+        node = lease.nodes[place]
+        if node.load is not None or node.computer is not None:
+            return True
+        if not node.durable:
+            self.misses[LostReason.ABSENT] += 1
+            lease.lost = True
+            return True  # it is to be computed
+        target = self._slot(len(lease.absent))
+        if target is not None:
+            return self._start_load(node, target, JobClass.NOW)
+        if self._evictor.in_motion or self.loads:
+            return False  # room is being made
+        lease.absent.discard(place)  # no room for it: every step reads it from the store
+        lease.changes += 1
+        return True
+
+    def _start_load(self, node: Node, load: Load, klass: JobClass) -> bool:
+        residency, store = self._residency, self._store
+        if store is None:
+            raise AssertionError(f"{node} is durable without a store")
+        arena = residency.device if load.tier is Tier.DEVICE else residency.host
+        key, row = node.key, arena.row(load.slot)
+        job = Job(lambda: store.read_into(key, row), Link.DISK_READ, row.nbytes, partial(self._loaded, node, load))
+        if not self._mover.submit(job, klass):
+            arena.drop(load.slot)
+            return False
+        load.job = job
+        node.load = load
+        node.moves += 1
+        self.loads += 1
+        return True
+
+    def _slot(self, wanted: int) -> Load | None:
+        """A slot of either arena to load into; None if room has to be made first. Pages under leases keep theirs."""
+        device = self._residency.device
+        if device.num_free > self._evictor.reserve and (slot := device.alloc(SlotState.FILLING)) is not None:
+            return Load(Tier.DEVICE, slot)
+        if device.cached:
+            slot = self._device_slot(wanted)
+            if slot is not None:
+                return Load(Tier.DEVICE, slot)
+        slot = self._evictor.host_slot()
+        return None if slot is None else Load(Tier.HOST, slot)
+
+    def _device_slot(self, wanted: int) -> int | None:
+        """A device slot to fill; None if room for `wanted` has to be made first."""
+        device = self._residency.device
+        if not device.num_free:
+            self._evictor.make_room(min(wanted, device.cached + device.in_flight))
+        return device.alloc(SlotState.FILLING)
+
+    def _loaded(self, node: Node, load: Load, done: Completion) -> None:
+        residency = self._residency
+        node.load = None
+        node.moves -= 1
+        self.loads -= 1
+        if done.error is None and not node.readable:
+            self.loaded_pages += 1
+            residency.place(node, load.tier, load.slot)
+            residency.settle(node)
+            return
+        (residency.device if load.tier is Tier.DEVICE else residency.host).drop(load.slot)
+        if done.error is not None and not isinstance(done.error, JobCancelled):
+            self.misses[self.failed(node, done.error)] += 1
+            for lease in self.fetching:
+                lease.lost |= any(lease.nodes[place] is node for place in lease.absent)
+        residency.settle(node)
 
     def _start_tail(self, lease: Lease, tail: TailCopy) -> None:
         node, device, host = tail.source, self._residency.device, self._residency.host
         if node is None:
             return
-        if not node.alive or not node.has_copy:
+        if not node.has_copy:
             self._lose_tail(lease, LostReason.ABSENT)
             return
+        if not node.readable:
+            target = None if node.load is not None else self._slot(1)
+            if target is not None:
+                self._start_load(node, target, JobClass.NOW)
+            elif node.load is None and not self._evictor.in_motion:
+                self._lose_tail(lease, NO_ROOM)
+            return  # it is copied once it has arrived: for all who wait for it
         if tail.slot < 0:
-            slot = self._slot(1)
+            slot = self._device_slot(1)
             if slot is None:
                 if not self._evictor.in_motion:
                     self._lose_tail(lease, NO_ROOM)  # other leases hold the device: computing is sooner than waiting
@@ -235,16 +277,8 @@ class Promoter:
             tail.slot = slot
         if node.device >= 0:
             self._submit_tail(lease, tail, device, node.device, Link.DEVICE_TO_DEVICE)
-        elif node.host >= 0:
-            self._submit_tail(lease, tail, host, node.host, Link.HOST_TO_DEVICE)
         else:
-            generation = device.retain(tail.slot)
-            done = partial(self._tail_arrived, lease, tail, partial(device.release, tail.slot, generation), True)
-            if self._mover.submit(self._read_job(node, tail.slot, done), JobClass.NOW):
-                tail.started = True
-                node.moves += 1
-            else:
-                device.release(tail.slot, generation)
+            self._submit_tail(lease, tail, host, node.host, Link.HOST_TO_DEVICE)
 
     def _submit_tail(self, lease: Lease, tail: TailCopy, arena: Arena, slot: int, link: Link) -> None:
         device = self._residency.device
@@ -254,7 +288,7 @@ class Promoter:
             device.release(tail.slot, holds[0])
             arena.release(slot, holds[1])
 
-        done = partial(self._tail_arrived, lease, tail, release, False)
+        done = partial(self._tail_arrived, lease, tail, release)
         job = self._mover.copy_job(device.row(tail.slot), arena.row(slot), link, done)
         if not self._mover.submit(job, JobClass.NOW):
             release()
@@ -266,22 +300,21 @@ class Promoter:
             tail.source.moves += 1
 
     def _tail_arrived(
-        self, lease: Lease, tail: TailCopy, release: Callable[[], None], from_store: bool, done: Completion
+        self, lease: Lease, tail: TailCopy, release: Callable[[], None], done: Completion
     ) -> None:
         residency, node = self._residency, tail.source
         release()
         if node is not None:
             node.moves -= 1
         if done.error is not None:
-            reason = type(done.error).__name__
-            if node is not None and from_store:
-                reason = self._failed(node, Tier.NVME, done.error)
             if not tail.cancelled:
-                self._lose_tail(lease, reason)
+                self._lose_tail(lease, type(done.error).__name__)
         elif not tail.cancelled:
             residency.device.set_state(tail.slot, SlotState.PRIVATE)
             lease.private.insert(0, tail.slot)
+            lease.changes += 1
             lease.tail = None
+            lease.reached = len(lease.nodes) * lease.page_tokens + lease.tail_tokens
             if node is not None:
                 residency.unpin(node)
         if node is not None:
@@ -292,4 +325,3 @@ class Promoter:
         self.drop_tail(lease)
         lease.tail_tokens = 0
         lease.lost = True
-        lease.recount()

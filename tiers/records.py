@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -11,88 +13,174 @@ from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.index import PageMeta, Row, check_usage
 from tierd.tiers.keys import KEY_BYTES, TOKEN_BYTES, pack_tokens
 from tierd.tiers.slab import Slabs
-from tierd.tiers.slot import (
-    HEADER_BYTES,
-    MAX_PAGE_TOKENS,
-    SlotHeader,
-    compare_headers,
-    decode_header,
-    encode_header,
-    token_digest,
-)
-from tierd.tiers.store_io import Buffer, Bytes, aligned_block, is_aligned
+from tierd.tiers.slot import MAX_PAGE_TOKENS, SlotHeader, check_header, encode_header, token_digest
+from tierd.tiers.store_io import ALIGN_BYTES, Buffer, Bytes, address_of, aligned_block, is_aligned
 
 MAX_SCRATCH = 16  # scratch slots kept for the next transfer: one for each thread that is at it
+
+
+class Located(NamedTuple):
+    """A page whose header was read and is right: its sections can be read without another look-up."""
+
+    row: Row
+    checksums: tuple[int, ...]
 
 
 class Records:
     """Writes and reads records of one namespace.
 
     Notes:
-        `read` may run in any number of threads; each takes a scratch slot of its own.
+        The reading methods may run in any number of threads; each takes a scratch slot of its own.
     """
 
     def __init__(self, slabs: Slabs, namespace: bytes) -> None:
         self.record_bytes = slabs.geometry.record_bytes
         self._slabs = slabs
+        self._geometry = slabs.geometry
+        self._header_bytes = slabs.geometry.header_bytes
+        self._slot_bytes = slabs.geometry.slot_bytes
+        self._sections = slabs.geometry.sections
+        self._section_bytes = slabs.geometry.section_bytes
         self._namespace = namespace
-        # The header block, and behind it room for a record that O_DIRECT can't take where it lies.
+        # The header, and behind it room for a record that O_DIRECT can't take where it lies.
         self._scratch: deque[Bytes] = deque(maxlen=MAX_SCRATCH)
 
     def write(self, row: Row, record: Bytes) -> None:
         """Write header and record with one call. Durable after the slabs' sync. Raises OSError."""
-        header = self._expected(row, xxhash.xxh3_64_intdigest(record.data))
-        scratch = self._take_scratch()
-        encode_header(header, scratch[:HEADER_BYTES])
+        header = self._expected(row)._replace(checksums=self._geometry.checksums(record))
+        scratch, start = self._take_scratch(), self._header_bytes
+        encode_header(header, scratch[:start])
         if self._fits(record):
-            self._slabs.write(row.slot, [scratch[:HEADER_BYTES], record])
+            self._slabs.write(row.slot, [scratch[:start], record])
         else:
-            scratch[HEADER_BYTES : HEADER_BYTES + self.record_bytes] = record
-            scratch[HEADER_BYTES + self.record_bytes :] = 0
+            scratch[start : start + self.record_bytes] = record
+            scratch[start + self.record_bytes :] = 0
             self._slabs.write(row.slot, [scratch])
         self._scratch.append(scratch)
 
-    def read(self, row: Row, dest: Bytes) -> PageLost | None:
-        """Read the record of a row into dest and check everything; what is wrong with it, or None when it is right."""
-        scratch = self._take_scratch()
-        try:
-            self._read(row, dest, scratch)
-        except PageLost as lost:
-            return lost
-        except OSError as exc:
-            return PageLost(LostReason.IO_ERROR, exc.strerror or str(exc))
-        finally:
-            self._scratch.append(scratch)
-        return None
-
-    def _read(self, row: Row, dest: Bytes, scratch: Bytes) -> None:
-        block = scratch[:HEADER_BYTES]
+    def read(self, row: Row, dest: Bytes) -> None:
+        """Read the record of a row into dest and check everything. uint8[record_bytes]. Raises PageLost."""
+        scratch, start = self._take_scratch(), self._header_bytes
+        block = scratch[:start]
         if self._fits(dest):
-            wanted = HEADER_BYTES + self.record_bytes
-            got = self._slabs.read(row.slot, [block, dest])
+            self._fill(row, [block, dest], start + self.record_bytes)
         else:
-            wanted = len(scratch)
-            got = self._slabs.read(row.slot, [scratch])
-            dest[:] = scratch[HEADER_BYTES : HEADER_BYTES + self.record_bytes]
-        if got < wanted:
-            raise PageLost(LostReason.SHORT, f"{got} of {wanted} bytes")
-        header = decode_header(block)
-        compare_headers(header, self._expected(row, header.payload_xxh3))
-        if xxhash.xxh3_64_intdigest(dest.data) != header.payload_xxh3:
+            self._fill(row, [scratch], self._slot_bytes)
+            dest[:] = scratch[start : start + self.record_bytes]
+        checksums = check_header(block, self._expected(row))
+        self._scratch.append(scratch)
+        if xxhash.xxh3_64_intdigest(dest.data) != checksums[0]:
             raise PageLost(LostReason.PAYLOAD, "checksum of the record")
 
-    def _expected(self, row: Row, payload_xxh3: int) -> SlotHeader:
+    def locate(self, row: Row) -> Located:
+        """Read and check the header of a row, and nothing more. Raises PageLost."""
+        scratch = self._take_scratch()
+        block = scratch[: self._header_bytes]
+        self._fill(row, [block], self._header_bytes)
+        checksums = check_header(block, self._expected(row))
+        self._scratch.append(scratch)
+        return Located(row, checksums[1:])
+
+    def read_sections(self, located: Located, first: int, count: int, dest: Bytes) -> int:
+        """Read some sections, with the blocks that they lie in, into an aligned dest and check them.
+
+        Returns where in dest the first of them starts. Raises PageLost, and ValueError for sections that there are not.
+        """
+        size, lead = self._section_bytes, self.section_start(first, count)
+        start = self._header_bytes + first * size
+        view = dest.data[: -(-(lead + count * size) // ALIGN_BYTES) * ALIGN_BYTES]
+        self._fill(located.row, [view], len(view), start - lead)
+        digest, at = xxhash.xxh3_64_intdigest, lead
+        for checksum in located.checksums[first : first + count]:
+            if digest(view[at : at + size]) != checksum:
+                raise PageLost(LostReason.PAYLOAD, f"checksum of section {first + (at - lead) // size}")
+            at += size
+        return lead
+
+    def read_batch(self, rows: Sequence[Row], dests: Sequence[Bytes]) -> list[bool]:
+        """Which of these records were read and are right; what is wrong with the others, `read` says. Aligned dests."""
+        blocks = self._header_blocks(len(rows))
+        vectors = np.empty((len(rows), 2, 2), dtype=np.uint64)
+        vectors[:, 0, 0] = address_of(blocks) + np.arange(len(rows)) * self._header_bytes
+        vectors[:, 0, 1] = self._header_bytes
+        vectors[:, 1, 0] = [address_of(dest) for dest in dests]
+        vectors[:, 1, 1] = self.record_bytes
+        whole = self._slabs.read_batch([row.slot for row in rows], vectors)
+        if whole is None or not self._fits(dests[0]):
+            return [False] * len(rows)
+        digest = xxhash.xxh3_64_intdigest
+        return [
+            bool(there) and (sums := self._header_says(row, block)) is not None and digest(dest.data) == sums[0]
+            for row, dest, block, there in zip(rows, dests, blocks, whole, strict=True)
+        ]
+
+    def locate_batch(self, rows: Sequence[Row]) -> list[Located | None]:
+        """The rows whose headers were read and are right; what is wrong with the others, `locate` says."""
+        blocks = self._header_blocks(len(rows))
+        vectors = np.empty((len(rows), 1, 2), dtype=np.uint64)
+        vectors[:, 0, 0] = address_of(blocks) + np.arange(len(rows)) * self._header_bytes
+        vectors[:, 0, 1] = self._header_bytes
+        whole = self._slabs.read_batch([row.slot for row in rows], vectors)
+        if whole is None:
+            return [None] * len(rows)
+        located: list[Located | None] = []
+        for row, block, there in zip(rows, blocks, whole, strict=True):
+            sums = self._header_says(row, block) if there else None
+            located.append(Located(row, sums[1:]) if sums else None)
+        return located
+
+    def read_sections_batch(self, pages: Sequence[Located], first: int, count: int, dest: Bytes) -> list[bool]:
+        """Which pages' sections were read and are right; what is wrong with the others, `read_sections` says.
+
+        dest: aligned uint8[n, span_bytes(count)]; in each row the first section starts where `read_sections` says.
+        """
+        size, lead = self._section_bytes, self.section_start(first, count)
+        start = self._header_bytes + first * size
+        vectors = np.empty((len(pages), 1, 2), dtype=np.uint64)
+        vectors[:, 0, 0] = address_of(dest) + np.arange(len(pages)) * dest.strides[0]
+        vectors[:, 0, 1] = -(-(lead + count * size) // ALIGN_BYTES) * ALIGN_BYTES
+        whole = self._slabs.read_batch([page.row.slot for page in pages], vectors, start - lead)
+        if whole is None:
+            return [False] * len(pages)
+        digest, ends = xxhash.xxh3_64_intdigest, [lead + number * size for number in range(count + 1)]
+        right = []
+        for page, line, there in zip(pages, dest, whole, strict=True):
+            view = line.data
+            found = [digest(view[at : at + size]) for at in ends[:-1]] if there else []
+            right.append(bool(there) and found == [*page.checksums[first : first + count]])
+        return right
+
+    def section_start(self, first: int, count: int) -> int:
+        """Where in its blocks section `first` starts. Raises ValueError unless there are so many from it on."""
+        if not (count > 0 and 0 <= first <= self._sections - count):
+            raise ValueError(f"sections {first} to {first + count} of {self._sections}")
+        return (self._header_bytes + first * self._section_bytes) % ALIGN_BYTES
+
+    def _header_blocks(self, count: int) -> Bytes:
+        """Memory for the headers of a batch. uint8[count, header_bytes]"""
+        return aligned_block(count * self._header_bytes).reshape(count, -1)
+
+    def _header_says(self, row: Row, block: Bytes) -> tuple[int, ...] | None:
+        try:
+            return check_header(block, self._expected(row))
+        except PageLost:
+            return None
+
+    def _fill(self, row: Row, buffers: list[Buffer], wanted: int, skip_bytes: int = 0) -> None:
+        try:
+            got = self._slabs.read(row.slot, buffers, skip_bytes)
+        except OSError as exc:
+            raise PageLost(LostReason.IO_ERROR, exc.strerror or str(exc)) from exc
+        if got < wanted:
+            raise PageLost(LostReason.SHORT, f"{got} of {wanted} bytes")
+
+    def _expected(self, row: Row) -> SlotHeader:
+        """What the header of a row's slot says, but for the checksums."""
+        slot, key, parent, tokens, generation = row
         return SlotHeader(
-            namespace=self._namespace,
-            key=row.key,
-            parent=row.parent,
-            token_digest=token_digest(row.tokens),
-            token_count=len(row.tokens) // TOKEN_BYTES,
-            slot=row.slot,
-            generation=row.generation,
-            payload_bytes=self.record_bytes,
-            payload_xxh3=payload_xxh3,
-        )
+            self._namespace, key, parent, token_digest(tokens), len(tokens) // TOKEN_BYTES, slot, generation,
+            self.record_bytes, self._section_bytes, self._sections,
+        )  # fmt: skip
 
     def _fits(self, record: Bytes) -> bool:
         """True when the record can be transferred where it lies."""
@@ -102,7 +190,7 @@ class Records:
         try:
             return self._scratch.pop()
         except IndexError:
-            return aligned_block(self._slabs.geometry.slot_bytes)
+            return aligned_block(self._slot_bytes)
 
 
 def pack_page(meta: PageMeta, record: Buffer, record_bytes: int) -> tuple[PageMeta, bytes, Bytes]:
@@ -117,3 +205,15 @@ def pack_page(meta: PageMeta, record: Buffer, record_bytes: int) -> tuple[PageMe
     if len(view) != record_bytes:
         raise ValueError(f"a record of {len(view)} bytes, not {record_bytes}")
     return meta, tokens, view
+
+
+def check_dest(dest: Bytes, size_bytes: int, *, exact: bool = False) -> None:
+    """Raise ValueError unless this memory takes so many bytes. uint8[size_bytes]
+
+    Unless `exact` it may be larger, and must be aligned.
+    """
+    size = len(dest)
+    if dest.dtype != np.uint8 or dest.ndim != 1 or size < size_bytes or (exact and size > size_bytes):
+        raise ValueError(f"dest is {dest.dtype}{dest.shape}, not uint8[{size_bytes}]")
+    if not dest.flags.c_contiguous or (not exact and address_of(dest) % ALIGN_BYTES):
+        raise ValueError(f"dest is not contiguous or not on a boundary of {ALIGN_BYTES} bytes")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.keys import TOKEN_BYTES
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.policy import RecomputeCost, VictimHeap, rank
 from tierd.tiers.prefix import NOWHERE, Leaving, Node, PrefixIndex
@@ -28,14 +29,16 @@ class Residency:
         self.device = device
         self.host = host
         self.store_slots = store_slots
-        self._cost = RecomputeCost()
+        self.cost = RecomputeCost()  # the engine puts measured rates here
+        self.version = 0  # grows when a page under a lease begins or ceases to lie in memory
+        self.leased: dict[PageKey, Node] = {}  # pages on the device under leases, the longest there first
         self.durable_pages = 0
         self.durable_pinned = 0
         self.dropped_rows: dict[PageKey, None] = {}  # rows of the store to delete; in order, each once
         self.dirty: OrderedDict[PageKey, Node] = OrderedDict()  # pages to write to the store; the oldest first
         self.evictions = [0, 0, 0]  # copies dropped to make room, by tier
         self.heaps = [
-            VictimHeap[Node](1 << tier, partial(self.evictable, tier=tier), partial(self._value, tier)) for tier in Tier
+            VictimHeap[Node](1 << tier, partial(self.evictable, tier=tier), partial(self.value, tier)) for tier in Tier
         ]
 
     def place(self, node: Node, tier: Tier, slot: int) -> None:
@@ -46,6 +49,8 @@ class Residency:
         if tier is Tier.DEVICE:
             node.device = slot
             self.device.set_state(slot, state)
+            if node.pins:
+                self.leased[node.key] = node
         elif tier is Tier.HOST:
             node.host = slot
             self.host.set_state(slot, state)
@@ -53,6 +58,7 @@ class Residency:
             node.durable = True
             self.durable_pages += 1
             self.durable_pinned += node.pins > 0
+        self.version += node.pins > 0
         parent = self.index.get(node.parent)
         if parent is not None:
             parent.kids[tier] += 1
@@ -73,6 +79,7 @@ class Residency:
         if tier is Tier.DEVICE:
             slot, node.device = node.device, NOWHERE
             self.device.drop(slot)
+            self.leased.pop(node.key, None)
         elif tier is Tier.HOST:
             slot, node.host = node.host, NOWHERE
             self.host.drop(slot)
@@ -80,6 +87,7 @@ class Residency:
             node.durable = False
             self.durable_pages -= 1
             self.durable_pinned -= node.pins > 0
+        self.version += node.pins > 0
         parent = self.index.get(node.parent)
         if parent is not None:
             parent.kids[tier] -= 1
@@ -99,6 +107,7 @@ class Residency:
         if node.pins == 1:
             if node.device >= 0:
                 self.device.set_state(node.device, SlotState.PINNED)
+                self.leased[node.key] = node
             if node.host >= 0:
                 self.host.set_state(node.host, SlotState.PINNED)
             self.durable_pinned += node.durable
@@ -110,6 +119,7 @@ class Residency:
             return
         if node.device >= 0:
             self.device.set_state(node.device, SlotState.IDLE)
+            self.leased.pop(node.key, None)
         if node.host >= 0:
             self.host.set_state(node.host, SlotState.IDLE)
         self.durable_pinned -= node.durable
@@ -118,14 +128,15 @@ class Residency:
     def settle(self, node: Node) -> None:
         """After something ended for the page: forgets it, or makes it a candidate for eviction.
 
-        A page without a copy is forgotten even under a lease (which is about to be cut). A partial page goes when a
-        longer one says the same and nobody uses it.
+        A page without a copy stays known as long as a lease needs it, which will compute it again. A partial page goes
+        when a longer one says the same and nobody uses it, or wants it kept.
         """
         if not node.alive or node.moves or node.leaving is not Leaving.NO:
             return
         if not node.has_copy:
-            self._remove(node)
-        elif not node.pins and self._is_superseded(node):
+            if not node.pins:
+                self._remove(node)
+        elif not node.pins and not node.kept and self._is_superseded(node):
             self.forget(node)
         else:
             self.offer(node)
@@ -180,27 +191,45 @@ class Residency:
         return not node.pins and not node.moves and node.leaving is Leaving.NO
 
     def evictable(self, node: Node, tier: Tier) -> bool:
-        """Whether the copy may go now: idle, nothing in flight, and no child in this tier (tails before heads)."""
-        return (
-            node.alive
-            and node.is_in(tier)
-            and not node.moves
-            and node.leaving is Leaving.NO
-            # Under a lease a host copy may still go if the device has the page: the lease needs only that one.
-            and (not node.pins or (tier is Tier.HOST and node.device >= 0))
-            and (not node.kids[tier] or (tier is Tier.HOST and node.device >= 0))
-        )
+        """Whether the copy may go now: idle, nothing in flight, and no child in this tier (tails before heads).
+
+        A copy in CPU memory of a page on the device may always go, and the last copy of a page that is kept never.
+        """
+        if not node.alive or not node.is_in(tier) or node.moves or node.leaving is not Leaving.NO:
+            return False
+        if tier is Tier.HOST and node.device >= 0:
+            return True
+        if node.pins or node.kids[tier]:
+            return False
+        return not node.kept or self._is_safe_without(node, tier)
+
+    def spillable(self, node: Node) -> bool:
+        """Whether the device copy of a page under a lease may begin to leave."""
+        return node.alive and node.device >= 0 and not node.moves and node.leaving is Leaving.NO
+
+    def droppable(self, node: Node) -> bool:
+        """Whether the device copy may go at once although a lease needs the page: it can be read from below."""
+        return self.spillable(node) and (node.host >= 0 or node.durable)
+
+    def _is_safe_without(self, node: Node, tier: Tier) -> bool:
+        """Whether a page that is kept has, or gets, another copy when this one goes."""
+        if tier is Tier.DEVICE:
+            return bool(node.host >= 0 or node.durable or self.host.slots or self.store_slots)
+        if tier is Tier.HOST:
+            return node.durable
+        return node.readable
 
     def _remove(self, node: Node) -> None:
         self.dirty.pop(node.key, None)
         self.index.remove(node)
 
-    def _value(self, tier: Tier, node: Node) -> float:
+    def value(self, tier: Tier, node: Node, deeper: int = 0) -> float:
+        """What the copy is worth there, for the order of eviction; that of a page `deeper` pages on in the sequence."""
         if tier is Tier.HOST and node.device >= 0:
             return _DUPLICATE + node.last_use_s
         tokens = node.num_tokens
-        position = node.depth * tokens
-        return rank(node.last_use_s, node.hits, tokens, position, self.device.record_bytes, self._cost)
+        position = (node.depth + deeper) * self.index.page_bytes // TOKEN_BYTES
+        return rank(node.last_use_s, node.hits, tokens, position, self.device.record_bytes, self.cost)
 
     def _is_superseded(self, node: Node) -> bool:
         is_partial = len(node.packed) < self.index.page_bytes

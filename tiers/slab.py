@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tierd.tiers.aio import MAX_BATCH, AioReader
 from tierd.tiers.errors import StoreBroken, StoreFull
 from tierd.tiers.slot import SlotGeometry
 from tierd.tiers.store_io import ALIGN_BYTES, Buffer, StoreIO, aligned_block, is_full, read_full, write_full
@@ -51,6 +52,10 @@ class Slabs:
         self._dir_fd = dir_fd
         self._min_free_bytes = min_free_bytes
         self._align = ALIGN_BYTES if direct else 1
+        # Asked for at each read; the geometry computes them anew each time.
+        self._slot_bytes, self._file_slots = geometry.slot_bytes, geometry.file_slots
+        self._aio = AioReader()
+        self._no_batches = False
         self._state = np.zeros(capacity_slots, dtype=np.uint8)
         self._free: list[int] = []  # free slots that have disk space; the lowest is last
         num_files = -(-capacity_slots // geometry.file_slots)
@@ -231,13 +236,38 @@ class Slabs:
         return fd
 
     def _locate(self, slot: int) -> tuple[int, int]:
-        index, local = divmod(slot, self.geometry.file_slots)
-        return self._fds[index], local * self.geometry.slot_bytes
+        index, local = divmod(slot, self._file_slots)
+        return self._fds[index], local * self._slot_bytes
 
-    def read(self, slot: int, buffers: Sequence[Buffer]) -> int:
-        """Read from the start of the slot; the count is short at the end of the file. Raises OSError."""
+    def read(self, slot: int, buffers: Sequence[Buffer], skip_bytes: int = 0) -> int:
+        """Read the slot, without its first `skip_bytes`; the count is short at the end of the file. Raises OSError."""
         fd, offset = self._locate(slot)
-        return read_full(self._io, fd, buffers, offset, self._align)
+        return read_full(self._io, fd, buffers, offset + skip_bytes, self._align)
+
+    def read_batch(
+        self, slots: Sequence[int], vectors: npt.NDArray[np.uint64], skip_bytes: int = 0
+    ) -> npt.NDArray[np.bool_] | None:
+        """Read several slots at once, without their first `skip_bytes`; which of them were read whole.
+
+        Args:
+            vectors: address and length of the buffers that each slot fills in turn, aligned. uint64[n, buffers, 2]
+
+        None where that can't be done: without O_DIRECT, or because the system has no such call or an error.
+        """
+        if not self.direct or self._no_batches or len(slots) > MAX_BATCH:
+            return None
+        places = [self._locate(slot) for slot in slots]
+        offsets = np.array([offset + skip_bytes for _, offset in places], dtype=np.int64)
+        whole = np.zeros(len(slots), dtype=np.bool_)
+        for fd in {fd for fd, _ in places}:
+            chosen = np.array([place[0] == fd for place in places])
+            try:
+                moved = self._io.preadv_batch(self._aio, fd, offsets[chosen], vectors[chosen])
+            except OSError as exc:
+                self._no_batches = exc.errno in (errno.ENOSYS, errno.EPERM, errno.EAGAIN)
+                return None
+            whole[chosen] = moved == vectors[chosen, :, 1].sum(axis=1).astype(np.int64)
+        return whole
 
     def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
         """Write from the start of the slot. Durable after `sync`. Raises OSError."""
@@ -257,10 +287,10 @@ class Slabs:
                 raise StoreBroken(f"fdatasync failed ({exc.strerror or exc}): these pages are not durable") from exc
             self.syncs += 1
 
-    def is_linked(self, slot: int) -> bool:
-        """False when the file of this slot was deleted under us, or can't be asked."""
+    def are_linked(self, slots: Iterable[int]) -> bool:
+        """False when the file of one of these slots was deleted under us, or can't be asked."""
         try:
-            return self._io.fstat(self._locate(slot)[0]).st_nlink > 0
+            return all(self._io.fstat(fd).st_nlink for fd in {self._locate(slot)[0] for slot in slots})
         except OSError:
             return False
 
@@ -305,6 +335,7 @@ class Slabs:
 
     def close(self) -> None:
         """Close the files."""
+        self._aio.close()
         for index, fd in enumerate(self._fds):
             if fd >= 0:
                 with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tierd.tiers.admit import WriteStats
 from tierd.tiers.arena import Arena
 from tierd.tiers.links import LinkStats
 from tierd.tiers.page import Tier
@@ -57,9 +58,9 @@ class PagerStats:
     hit_device_tokens: int  # found, by where they lay
     hit_host_tokens: int
     hit_nvme_tokens: int
-    promotions_host: int  # pages brought to the device
-    promotions_nvme: int
+    loaded_pages: int  # brought from the store to memory
     demotions: int  # pages copied from the device to the host
+    spills: int  # pages under leases that left the device
     written_pages: int  # made durable
     failed_writes: int
     dirty_pages: int  # waiting to be made durable
@@ -67,6 +68,7 @@ class PagerStats:
     collisions: int  # keys that named other tokens than ours
     misses: dict[str, int]  # pages that were found and did not arrive, by reason
     links: dict[str, LinkStats]
+    writes: WriteStats
 
 
 def collect(pager: Pager) -> PagerStats:
@@ -85,15 +87,16 @@ def collect(pager: Pager) -> PagerStats:
         hit_device_tokens=pager.hit_tokens[Tier.DEVICE],
         hit_host_tokens=pager.hit_tokens[Tier.HOST],
         hit_nvme_tokens=pager.hit_tokens[Tier.NVME],
-        promotions_host=promoter.promotions[Tier.HOST],
-        promotions_nvme=promoter.promotions[Tier.NVME],
+        loaded_pages=promoter.loaded_pages,
         demotions=pager.evictor.demotions,
+        spills=pager.evictor.spills,
         written_pages=writeback.written_pages,
         failed_writes=writeback.failed_pages,
         dirty_pages=len(residency.dirty),
         writing_pages=writeback.writing_pages,
-        collisions=pager.collisions,
+        collisions=pager.committer.collisions,
         misses=dict(promoter.misses),
+        writes=writeback.admission.statistics(),
         links={str(link): stats for link, stats in pager.mover.statistics().items()},
     )
 
@@ -115,7 +118,7 @@ def page_map(pager: Pager) -> bytes:
 
 def _arena_stats(arena: Arena, evictions: int) -> TierStats:
     return TierStats(
-        arena.slots, arena.num_free, arena.used, arena.cached, arena.in_flight, arena.record_bytes, evictions
+        arena.total, arena.num_free, arena.used, arena.cached, arena.in_flight, arena.record_bytes, evictions
     )
 
 

@@ -14,57 +14,36 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
-import numpy as np
-
-from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreError, StoreFull
-from tierd.tiers.index import ASIDE_NAMES, PageMeta, Row, is_damage, set_aside
+from tierd.tiers.errors import PageLost, StoreBroken, StoreError, StoreFull
+from tierd.tiers.index import PageMeta, Row, is_damage
 from tierd.tiers.opening import OpenStore, open_store
 from tierd.tiers.page import PageKey
-from tierd.tiers.records import Records, pack_page
+from tierd.tiers.reader import Reader
+from tierd.tiers.records import Located, Records, pack_page
 from tierd.tiers.slot import FILE_BYTES, STEP_BYTES, SlotGeometry
 from tierd.tiers.store_io import Buffer, Bytes, OsIO, StoreIO, aligned_block, is_full
+from tierd.tiers.store_stats import StoreStatistics, StoreTally
 
 T = TypeVar("T")
 
-__all__ = ["PageMeta", "Store", "StoreStatistics"]
+__all__ = ["Located", "PageMeta", "Store", "StoreStatistics"]
 
 CLOSE_WAIT_S = 10.0
-
-
-class StoreStatistics(NamedTuple):
-    """Figures of a store since it was opened; slots as they are now."""
-
-    capacity_slots: int
-    used_slots: int
-    free_slots: int
-    quarantined_slots: int
-    slot_bytes: int
-    disk_bytes: int  # what the slab files take, used or not
-    pages_written: int
-    bytes_written: int
-    pages_read: int
-    bytes_read: int
-    syncs: int  # fdatasync of slab files
-    commits: int  # index transactions
-    lost_pages: int  # pages that failed a check and became a miss
-    grow_refusals: int
-    direct_io: bool
-    failure: str  # why the store is off, empty while it works
 
 
 class Store:
     """Durable pages of one namespace in one directory.
 
     Notes:
-        `read_into` may run in any thread, several at once, also while another thread writes. The other methods take one
-        lock: they are safe from any thread, but wait for a write in progress, so call them from the thread that writes.
-        `touch`, `free_slots` and `statistics` never wait.
+        `read_into`, `locate` and `read_section` may run in any thread, several at once, also while another thread
+        writes. The other methods take one lock: they are safe from any thread, but wait for a write in progress, so
+        call them from the thread that writes. `touch`, `free_slots` and `statistics` never wait.
 
         After a failed sync, a failed index or a directory that went away the store is *off*: writes raise StoreBroken,
-        reads are misses. Nothing is retried, for after a failed fdatasync the kernel may have dropped what it failed to
-        write. Opening the store again starts from what is durable.
+        reads are misses. Nothing is retried: a failed fdatasync may have dropped what it was to write. Opening it again
+        starts from what is durable.
     """
 
     def __init__(self, parts: OpenStore, namespace: bytes) -> None:
@@ -74,14 +53,14 @@ class Store:
         self._index = parts.index
         self._slabs = parts.slabs
         self._records = Records(parts.slabs, namespace)
-        self._record_bytes = parts.slabs.geometry.record_bytes
+        self._tally = StoreTally(parts.slabs)
+        self.geometry = parts.slabs.geometry
+        self.section_span_bytes = self.span_bytes(1)
         self._next_generation = parts.index.opens << 32  # a generation is never used twice, crash or not
         self._lock = threading.RLock()
-        self._readers = 0
-        self._readers_changed = threading.Condition()
         self._failure = ""
         self._closed = False
-        self._pages_written = self._pages_read = self._commits = self._lost_pages = 0
+        self._reader = Reader(parts, self._records, self._tally, self._lock, self)
 
     @classmethod
     def open(
@@ -91,6 +70,8 @@ class Store:
         record_bytes: int,
         namespace: bytes,
         capacity_bytes: int,
+        sections: int = 1,
+        section_bytes: int = 0,
         min_free_bytes: int = 0,
         io: StoreIO | None = None,
         file_bytes: int = FILE_BYTES,
@@ -102,19 +83,20 @@ class Store:
             record_bytes: bytes of every page.
             namespace: 16 bytes that stand for everything that makes pages comparable.
             capacity_bytes: bound of the slab files. The index comes on top, about 250 bytes a page.
+            sections, section_bytes: equal parts of a record that `read_section` reads alone; if not given, one of all.
             min_free_bytes: what growing must leave free on the file system.
             file_bytes: bound of one slab file. A store keeps what it was made with; another value starts afresh.
             step_bytes: how much of a slab file is preallocated at a time.
 
         A damaged index, or one of another version, namespace or size, is set aside; `notes` says so. Raises StoreLocked
-        when another process has it open, StoreBroken when the directory or the disk can't be used.
+        when another process has it open, StoreBroken when the directory or the disk can't be used, ValueError.
         """
-        if len(namespace) != 16 or record_bytes < 1:
-            raise ValueError("namespace is 16 bytes, a record at least one")
+        if len(namespace) != 16:
+            raise ValueError(f"a namespace is 16 bytes, not {len(namespace)}")
         parts = open_store(
             OsIO() if io is None else io,
             directory,
-            SlotGeometry(record_bytes, file_bytes, step_bytes),
+            SlotGeometry(record_bytes, file_bytes, step_bytes, sections, section_bytes),
             namespace=namespace,
             capacity_bytes=capacity_bytes,
             min_free_bytes=min_free_bytes,
@@ -136,7 +118,7 @@ class Store:
         through a copy. Raises StoreFull (nothing changed, the store goes on), StoreBroken (it is off from now on) and
         ValueError for a page that can't be one.
         """
-        packed = [pack_page(meta, record, self._record_bytes) for meta, record in batch]
+        packed = [pack_page(meta, record, self.geometry.record_bytes) for meta, record in batch]
         if len({meta.key for meta, _, _ in packed}) != len(packed):
             raise ValueError("a key stands in the batch twice")
         if not packed:
@@ -156,35 +138,55 @@ class Store:
                 replaced = self._index.add(rows)
             self._slabs.mark_used(slots)
             self._slabs.release(replaced)
-            self._commits += 1
-            self._pages_written += len(slots)
+            self._tally.commit(pages_written=len(slots))
             # Files that somebody deleted took the pages with them: don't call them durable.
             self._require_present(slots)
 
     def read_into(self, key: PageKey, dest: Bytes) -> None:
         """Copy a page into dest and verify it. uint8[record_bytes]
 
-        Raises PageLost for whatever is wrong; then dest holds nothing to be used, and the page is gone from the store
-        unless the store itself is off.
+        Raises PageLost for whatever is wrong. Then dest is of no use, and the page is gone unless the store is off.
         """
-        if dest.dtype != np.uint8 or dest.shape != (self._record_bytes,) or not dest.flags.c_contiguous:
-            raise ValueError(f"dest is {dest.dtype}{dest.shape}, not uint8[{self._record_bytes}]")
-        with self._reading(), contextlib.ExitStack() as stack:
-            for _ in range(2):
-                row = self._lookup(key)
-                if row is None:
-                    break
-                lost = self._records.read(row, dest)
-                if not self._is_linked(row.slot):
-                    break
-                if lost is None:
-                    self._pages_read += 1
-                    return
-                if self._drop(row):
-                    raise lost
-                # The owner removed or rewrote the page while we read: no fault of the slot. Once more, without writers.
-                stack.enter_context(self._lock)
-        raise PageLost(LostReason.STORE_OFF if self._failure else LostReason.ABSENT)
+        self._reader.read_into(key, dest)
+
+    def read_many(self, keys: Sequence[PageKey], dests: Sequence[Bytes]) -> list[PageLost | None]:
+        """Do what `read_into` does for each page, with less work; what that would raise, None for a page that is right.
+
+        A few pages at a time, so that there are some for other threads: uint8[record_bytes] each.
+        """
+        return self._reader.read_many(keys, dests)
+
+    def locate(self, key: PageKey) -> Located | None:
+        """Look a page up and check its header, for `read_section`; None when there is no such page.
+
+        It stays readable until the page is removed or rewritten: the caller keeps it. Raises PageLost.
+        """
+        return self._reader.locate(key)
+
+    def read_section(self, located: Located, section: int, dest: Bytes, count: int = 1) -> int:
+        """Read one section of a page, or `count` of them that follow each other, and verify them.
+
+        O_DIRECT reads whole blocks, so dest is an aligned uint8[span_bytes(count)] or more; returns where in it the
+        first section starts. Raises PageLost, ABSENT if the page was removed or rewritten.
+        """
+        return self._reader.read_section(located, section, dest, count)
+
+    def locate_many(self, keys: Sequence[PageKey]) -> list[Located | PageLost]:
+        """Do what `locate` does for each page, with less work; ABSENT for pages that there are not."""
+        return self._reader.locate_many(keys)
+
+    def read_section_many(
+        self, pages: Sequence[Located], section: int, dest: Bytes, count: int = 1
+    ) -> tuple[int, list[PageLost | None]]:
+        """Do what `read_section` does for each of at most 128 pages: where the section starts, and what is wrong.
+
+        dest: an aligned uint8[n, span_bytes(count) or more whole blocks], a row for each page.
+        """
+        return self._reader.read_section_many(pages, section, dest, count)
+
+    def span_bytes(self, count: int) -> int:
+        """Bytes of the aligned buffer that `read_section` needs for `count` sections."""
+        return self.geometry.span_bytes(count)
 
     def remove(self, keys: Iterable[PageKey]) -> None:
         """Forget pages; unknown keys are skipped. Durable when this returns. Raises StoreFull, StoreBroken."""
@@ -207,9 +209,7 @@ class Store:
         """Give back disk space that nothing uses; returns bytes of slab files. Raises StoreFull, StoreBroken."""
         with self._lock:
             self._change(self._index.compact)
-            for name in ASIDE_NAMES:
-                with contextlib.suppress(OSError):
-                    self._parts.io.unlink(name, dir_fd=self._parts.dir_fd)
+            self._parts.remove_aside()
             with self._guard([]):
                 return self._slabs.shrink()
 
@@ -218,7 +218,7 @@ class Store:
 
         Raises StoreBroken when the store is off, or goes off meanwhile.
         """
-        dest = aligned_block(self._slabs.geometry.slot_bytes)[: self._record_bytes]
+        dest = aligned_block(self._slabs.geometry.slot_bytes)[: self.geometry.record_bytes]
         findings = self.check()
         if repair and findings:
             with self._lock, self._guard([]):
@@ -228,12 +228,12 @@ class Store:
                 self._require_usable()
                 if self._index.lookup(row.key) != row:
                     continue  # removed or rewritten since the chunk was read
-                lost = self._records.read(row, dest)
-                if lost is None:
-                    continue
-                findings.append(f"page {row.key.hex()} in slot {row.slot}: {lost}")
-                if repair and self._drop(row):
-                    findings[-1] += "; removed"
+                try:
+                    self._records.read(row, dest)
+                except PageLost as lost:
+                    findings.append(f"page {row.key.hex()} in slot {row.slot}: {lost}")
+                    if repair and self.drop(row, lost):
+                        findings[-1] += "; removed"
         return findings
 
     def check(self) -> list[str]:
@@ -260,38 +260,18 @@ class Store:
         return self._slabs.free_slots
 
     def statistics(self) -> StoreStatistics:
-        """Figures of now; not one snapshot when a write is in progress."""
-        slabs = self._slabs
-        return StoreStatistics(
-            capacity_slots=slabs.capacity_slots,
-            used_slots=slabs.used,
-            free_slots=slabs.free_slots,
-            quarantined_slots=slabs.quarantined,
-            slot_bytes=slabs.geometry.slot_bytes,
-            disk_bytes=slabs.backed_bytes,
-            pages_written=self._pages_written,
-            bytes_written=self._pages_written * slabs.geometry.slot_bytes,
-            pages_read=self._pages_read,
-            bytes_read=self._pages_read * slabs.geometry.slot_bytes,
-            syncs=slabs.syncs,
-            commits=self._commits,
-            lost_pages=self._lost_pages,
-            grow_refusals=slabs.grow_refusals,
-            direct_io=slabs.direct,
-            failure=self._failure,
-        )
+        """Figures of now."""
+        return self._tally.statistics(self._failure)
 
     def close(self) -> None:
         """Wait for the reads in progress, then release everything. Harmless when closed."""
-        with self._readers_changed:
-            if self._closed:
-                return
-            self._closed = True
-            # A descriptor must not be closed under a read: its number could be another file's by then.
-            if not self._readers_changed.wait_for(lambda: self._readers == 0, CLOSE_WAIT_S):
-                self._closed = False
-                raise StoreBroken(f"{self._readers} reads did not end in {CLOSE_WAIT_S} s; the store stays open")
+        if self._closed:
+            return
+        readers = self._tally.close(CLOSE_WAIT_S)
+        if readers:
+            raise StoreBroken(f"{readers} reads did not end in {CLOSE_WAIT_S} s; the store stays open")
         with self._lock:
+            self._closed = True
             if not self._failure:
                 with contextlib.suppress(StoreError):
                     self._index.flush_touches()
@@ -312,16 +292,25 @@ class Store:
     def _require_present(self, slots: Sequence[int] = ()) -> None:
         """Raise StoreBroken when the store is off, or when its directory or files were removed or replaced."""
         self._require_usable()
-        if not self._parts.is_present() or not all(self._slabs.is_linked(slot) for slot in slots):
+        if not self._parts.is_present() or not self._slabs.are_linked(slots):
             raise self._fail(f"{self._parts.directory} was removed or replaced", ())
+
+    @property
+    def failure(self) -> str:
+        """Why the store is off; empty while it works."""
+        return self._failure
+
+    def turn_off(self, reason: str, cause: StoreError | None = None) -> None:
+        """For the reader: what it found means that nothing more can be read or written."""
+        with self._lock:
+            self._fail(reason, (), cause)
 
     def _fail(self, reason: str, slots: Iterable[int], cause: StoreError | None = None) -> StoreBroken:
         """Turn the store off; returns the error to raise. Slots in flight are set aside with it."""
         self._slabs.quarantine(slots)
         if isinstance(cause, StoreBroken) and is_damage(cause):
             # Opening looks less closely than the query that stumbled: without this it would stumble there each time.
-            with contextlib.suppress(OSError):
-                set_aside(self._parts.io, self._parts.dir_fd)
+            self._parts.set_aside()
         self._failure = f"{reason}. The store in {self._parts.directory} is off until opened again; check the disk"
         self.notes.append(self._failure)
         return StoreBroken(self._failure)
@@ -350,41 +339,11 @@ class Store:
         self._require_present()
         with self._guard([]):
             result = change()
-        self._commits += 1
+        self._tally.commit()
         return result
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Keep the files open for a read. Raises PageLost when the store is off."""
-        with self._readers_changed:
-            if self._closed or self._failure:
-                raise PageLost(LostReason.STORE_OFF, self._failure)
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._readers_changed:
-                self._readers -= 1
-                self._readers_changed.notify_all()
-
-    def _lookup(self, key: PageKey) -> Row | None:
-        try:
-            return self._index.lookup(key)
-        except StoreError as exc:
-            with self._lock:
-                self._fail(str(exc), (), exc)
-            return None
-
-    def _is_linked(self, slot: int) -> bool:
-        """False, and the store is off, when the slot's file was deleted: its owner wanted the pages gone."""
-        linked = self._slabs.is_linked(slot)
-        if not linked:
-            with self._lock:
-                self._fail(f"the slab files in {self._parts.directory} were removed", ())
-        return linked
-
-    def _drop(self, row: Row) -> bool:
-        """Remove a row whose slot failed a check, and set the slot aside; False when the row was gone already."""
+    def drop(self, row: Row, lost: PageLost) -> bool:
+        """For the reader: remove a row that failed a check, and set its slot aside; False when it was gone already."""
         with self._lock:
             if self._failure:
                 return True
@@ -392,9 +351,9 @@ class Store:
                 with self._guard([]):
                     removed = self._index.remove_row(row)
             except StoreError:  # full, or off by now: the row stays, and the next read finds the same
-                self._lost_pages += 1
+                self._tally.lose(lost.reason)
                 return True
             if removed:
                 self._slabs.quarantine([row.slot])
-                self._lost_pages += 1
+                self._tally.lose(lost.reason)
             return removed

@@ -6,6 +6,7 @@ was not synced. `OsIO` is the real one. Below it stand the loops that make short
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -20,6 +21,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tierd.tiers.aio import AioReader
 from tierd.tiers.errors import StoreBroken, StoreLocked
 
 ALIGN_BYTES = 4096  # O_DIRECT wants offsets, lengths and addresses in logical blocks; no device has larger ones
@@ -39,6 +41,9 @@ class StoreIO(Protocol):
     def close(self, fd: int) -> None: ...
     def flock(self, fd: int) -> None: ...
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def preadv_batch(
+        self, reader: AioReader, fd: int, offsets: npt.NDArray[np.int64], vectors: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]: ...
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
     def fdatasync(self, fd: int) -> None: ...
     def fsync(self, fd: int) -> None: ...
@@ -76,6 +81,11 @@ class OsIO:
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
+
+    def preadv_batch(
+        self, reader: AioReader, fd: int, offsets: npt.NDArray[np.int64], vectors: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.int64]:
+        return reader.read(fd, offsets, vectors)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
@@ -130,7 +140,14 @@ def aligned_block(size_bytes: int) -> Bytes:
 
 def is_aligned(buffer: Bytes) -> bool:
     """True when O_DIRECT can transfer this array as it lies."""
-    return buffer.ctypes.data % ALIGN_BYTES == 0 and buffer.nbytes % ALIGN_BYTES == 0
+    return address_of(buffer) % ALIGN_BYTES == 0 and buffer.nbytes % ALIGN_BYTES == 0
+
+
+def address_of(buffer: Bytes) -> int:
+    """Where a contiguous array lies in memory."""
+    if buffer.flags.writeable and buffer.nbytes:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer.data))  # a third of the time of the other way
+    return buffer.ctypes.data
 
 
 def read_full(io: StoreIO, fd: int, buffers: Sequence[Buffer], offset: int, align: int = 1) -> int:
@@ -152,15 +169,18 @@ def _transfer(
     *,
     writing: bool,
 ) -> int:
-    views = [(buffer.data if isinstance(buffer, np.ndarray) else buffer).cast("B") for buffer in buffers]
-    total = sum(len(view) for view in views)
+    views = [buffer.data if isinstance(buffer, np.ndarray) else buffer for buffer in buffers]
+    total = sum([view.nbytes for view in views])
     done = stalls = 0
+    rest = views
     while done < total:
         try:
-            moved = call(fd, _rest(views, done), offset + done)
+            moved = call(fd, rest, offset + done)
             interrupted = False
         except InterruptedError:  # os.* retries by itself (PEP 475), another StoreIO need not
             moved, interrupted = 0, True
+        if moved == total:
+            return total
         if moved == 0 and not writing and not interrupted:
             return done  # end of file
         # With O_DIRECT the next call must start on a block again, so an odd tail is transferred twice.
@@ -169,13 +189,14 @@ def _transfer(
         stalls = 0 if step else stalls + 1
         if stalls > MAX_STALLS:
             raise OSError(errno.EIO, f"no progress in {MAX_STALLS} calls")
+        rest = _rest(views, done)
     return done
 
 
 def _rest(views: list[memoryview], skip: int) -> list[memoryview]:
     """The views without their first `skip` bytes."""
     rest = []
-    for view in views:
+    for view in [view.cast("B") for view in views]:
         if skip < len(view):
             rest.append(view[skip:])
         skip = max(0, skip - len(view))

@@ -3,6 +3,8 @@
 Order of a write: the record, fdatasync, the row (all in `Store.write`), then the page is published here as durable.
 Order of a removal: it is booked out here, then the row goes. All changes of the store run on the mover's one writer
 thread in the order of submission, so a removal and a later write of the same key can't overtake each other.
+
+What is worth a write, and whether the day still has room for it, is decided in `admit`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tierd.tiers.admit import Admission
 from tierd.tiers.arena import Arena
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.keys import unpack_tokens
@@ -70,6 +73,8 @@ class Writeback:
         self.writing_pages = 0
         self.written_pages = 0
         self.failed_pages = 0
+        self.admission = Admission(residency, lambda: self.writing_pages)
+        self._told_day = -1  # when the user was told last that the day's writes are used up
         self._residency = residency
         self._store = store
         self._mover = mover
@@ -103,8 +108,12 @@ class Writeback:
         self.dirty[node.key] = node
 
     def hurry(self, node: Node) -> bool:
-        """Writes the page before all others, without waiting for a group; False if it can't be written."""
+        """Writes the page before all others, without waiting for a group; False if it can't be, or isn't worth it."""
         if not self.on or self.paused:
+            return False
+        if not node.writing and not self.admission.may_hurry(node):
+            if not self.admission.allowed:
+                self._tell_exhausted()
             return False
         if not node.writing:
             self.add(node)
@@ -166,25 +175,38 @@ class Writeback:
         store = self._store
         if store is None:
             return False
-        nodes = self._take_dirty()
-        room = self._make_room(len(nodes))
-        self._put_back(nodes[room:])
-        nodes = nodes[:room]
+        allowed = self.admission.allowed
+        if not allowed:
+            self._tell_exhausted()
+            self._pause()
+            return False
+        nodes = self.admission.take()
+        self._put_back(nodes[allowed:])
+        nodes, waiting = self.admission.make_room(nodes[:allowed])
+        self._put_back(waiting)
         if not nodes:
             self._urgent = False
-            if self.dirty:
+            if waiting:
+                self._tell_full()
                 self._pause()
             return False
         self._delete_rows()  # before the write, in the same queue: their slots are what it will use
         sources = [self._hold(node) for node in nodes]
         batch = [(self._meta(source.node), source.arena.row(source.slot)) for source in sources]
         num_bytes = sum(row.nbytes for _, row in batch)
-        job = Job(lambda: store.write(batch), Link.DISK_WRITE, num_bytes, lambda done: self._written(sources, done))
+        budget = self.admission.budget
+
+        def write() -> None:
+            store.write(batch)
+            budget.share()
+
+        job = Job(write, Link.DISK_WRITE, num_bytes, lambda done: self._written(sources, num_bytes, done))
         if not self._mover.submit(job, JobClass.WRITE_BEHIND):
             for source in sources:
                 self._let_go(source)
             self._put_back(nodes)
             return False
+        budget.spend(num_bytes)
         # Pages that had no room in this group, and that somebody waits for, are due at once.
         first = itertools.islice(self.dirty.values(), WRITE_GROUP_PAGES)
         self._urgent = any(node.leaving is Leaving.WRITE for node in first)
@@ -194,14 +216,6 @@ class Writeback:
         self._since_s = self._now_s
         return True
 
-    def _take_dirty(self) -> list[Node]:
-        nodes: list[Node] = []
-        while self.dirty and len(nodes) < WRITE_GROUP_PAGES:
-            _, node = self.dirty.popitem(last=False)
-            if node.alive and not node.durable and (node.device >= 0 or node.host >= 0):
-                nodes.append(node)
-        return nodes
-
     def _put_back(self, nodes: Sequence[Node]) -> None:
         for node in reversed(nodes):
             if not self.on:
@@ -209,17 +223,6 @@ class Writeback:
             elif node.alive and not node.durable:
                 self.dirty[node.key] = node
                 self.dirty.move_to_end(node.key, last=False)
-
-    def _make_room(self, count: int) -> int:
-        """Evicts rows until `count` pages fit; how many fit then."""
-        residency = self._residency
-        free = residency.store_slots - residency.durable_pages - self.writing_pages
-        while free < count and (victim := residency.victim(Tier.NVME)) is not None:
-            # It may have a copy higher up. It is not queued again before it is used again: where the store is smaller
-            # than memory, two pages would else push each other out for ever.
-            residency.evict(victim, Tier.NVME)
-            free += 1
-        return max(0, min(free, count))
 
     def _hold(self, node: Node) -> _Source:
         residency = self._residency
@@ -236,7 +239,7 @@ class Writeback:
     def _meta(self, node: Node) -> PageMeta:
         return PageMeta(node.key, node.parent, unpack_tokens(node.packed), node.hits, node.last_use_s)
 
-    def _written(self, sources: list[_Source], done: Completion) -> None:
+    def _written(self, sources: list[_Source], num_bytes: int, done: Completion) -> None:
         self.groups -= 1
         self.jobs -= 1
         self.writing_pages -= len(sources)
@@ -245,10 +248,12 @@ class Writeback:
         if done.error is None:
             self._full_in_a_row = 0
             self.written_pages += len(sources)
+            self.admission.written([source.node for source in sources])
             for source in sources:
                 if self.on:
                     self._residency.place(source.node, Tier.NVME, 0)
         else:
+            self.admission.budget.spend(-num_bytes)
             self.failed_pages += len(sources)
             self._put_back([source.node for source in sources])
             self._failed(done.error, len(sources))
@@ -267,14 +272,26 @@ class Writeback:
             self._residency.evict(victim, Tier.NVME)
             evicted += 1
         if not evicted or self._full_in_a_row >= MAX_FULL_IN_A_ROW:
-            self._pause(str(error))
+            self._tell_full(str(error))
+            self._pause()
 
-    def _pause(self, reason: str = "every page in it is in use") -> None:
-        self._full_in_a_row = 0
-        self._paused_until_s = self._now_s + PAUSE_S
+    def _tell_full(self, reason: str = "every page in it is in use") -> None:
         if not self._told_full:
             self._told_full = True
             self._notify(f"the NVMe tier is full: {reason}; new pages stay in memory until there is room")
+
+    def _tell_exhausted(self) -> None:
+        budget = self.admission.budget
+        if self._told_day != budget.day:
+            self._told_day = budget.day
+            self._notify(
+                f"{budget.daily_bytes / 1e9:.1f} GB were written to the NVMe tier today, which is all that "
+                "nvme_daily_writes allows; new pages stay in memory until midnight (UTC)"
+            )
+
+    def _pause(self) -> None:
+        self._full_in_a_row = 0
+        self._paused_until_s = self._now_s + PAUSE_S
         for node in list(self.dirty.values()):
             self._leave(node)
 
@@ -297,7 +314,8 @@ class Writeback:
         def dropped(done: Completion) -> None:
             if isinstance(done.error, StoreFull):  # even a removal takes a little space: again after a pause
                 rows.update(dict.fromkeys(keys))
-                self._pause(str(done.error))
+                self._tell_full(str(done.error))
+                self._pause()
                 done = Completion(done.job, None)
             self._rows_done(done)
 

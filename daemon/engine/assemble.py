@@ -31,17 +31,20 @@ from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.protocol import Event
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
+from tierd.tiers import budget
 from tierd.tiers.arena import Arena
 from tierd.tiers.errors import StoreError
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
 from tierd.tiers.pager import Pager
+from tierd.tiers.prefixes import FILE_NAME as PINNED_NAME
+from tierd.tiers.prefixes import Prefixes
+from tierd.tiers.staging import Staging
 from tierd.tiers.store import Store
 
 # In the name of every page: raise it when the kernels' arithmetic or the meaning of a record changes.
-KV_VERSION = 1
-MIN_PAGES = 8  # on the device: less is no cache and hardly a sequence
-MOVER_THREADS = 2
+KV_VERSION = 2
+MIN_PAGES = 1  # on the device: rows are written there
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,6 +69,8 @@ class Engine:
     loop: StepLoop
     pager: Pager
     board: StatusBoard
+    prefixes: Prefixes
+    position_tokens: int  # what the position tables reach: no sequence is longer, however its memory grows
     notes: tuple[str, ...]
     resources: contextlib.ExitStack
 
@@ -108,6 +113,7 @@ def _build(
             f"device_mem of {config.device_bytes} bytes holds {slots} pages of {manifest.name}, it needs {MIN_PAGES}",
             hint=f"give at least --device-mem {MIN_PAGES * layout.record_bytes // 2**20 + 1}MiB",
         )
+    host_slots = config.host_bytes // layout.record_bytes
     context = _context(config.context or manifest.context, manifest)
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
     limits = Limits(max_rows, config.max_streams, layout.page_tokens)
@@ -115,7 +121,14 @@ def _build(
     root = root_key(_namespace(manifest, layout, frequencies))
 
     weights = load_weights(directory, manifest, lambda done, total: hooks.progress("weights", done, total))
-    cos, sin = rope.tables(frequencies, min(context, slots * layout.page_tokens))
+    hooks.progress("store", 0, 1)
+    store, notes = _open_store(config, layout, root)
+    if store is not None:
+        resources.callback(store.close)
+    capacity = slots + host_slots + (store.capacity_slots if store is not None else 0)
+    capacity_tokens = capacity * layout.page_tokens
+    position_tokens = min(context, capacity_tokens)
+    cos, sin = rope.tables(frequencies, position_tokens)
     decoder = CpuDecoder(
         weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
         limits.max_rows, threads,
@@ -126,35 +139,37 @@ def _build(
     facts = Facts(
         vocab=spec.vocab,
         context=context,
-        capacity_tokens=slots * layout.page_tokens,
+        capacity_tokens=capacity_tokens,
         end_ids=frozenset(manifest.eos_ids),
         bos_id=manifest.bos_id,
         add_bos=manifest.add_bos,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 
-    hooks.progress("store", 0, 1)
-    store, notes = _open_store(config, layout, root)
-    if store is not None:
-        resources.callback(store.close)
-    device = _arena("device", config.device_bytes, layout)
+    device = _arena("device", slots, layout)
+    host = _arena("host", host_slots, layout)
     loops: list[StepLoop] = []  # the mover comes before the loop it wakes
-    mover = Mover(MOVER_THREADS, wake=lambda: loops[0].wake() if loops else None)
+    mover = Mover(wake=lambda: loops[0].wake() if loops else None)
     resources.callback(mover.close)
     pager = Pager(
         layout_record_bytes=layout.record_bytes,
         page_tokens=layout.page_tokens,
         root=root,
         device=device,
-        host=_arena("host", config.host_bytes, layout),
+        host=host,
         store=store,
         mover=mover,
         clock=clock,
         events=lambda kind, data: hooks.emit([Event(0, kind, data)]),
     )
     resources.callback(pager.close)
+    if store is not None:
+        file = Path(config.cache_dir) / budget.FILE_NAME
+        pager.writeback.admission.budget = budget.WriteBudget(config.nvme_daily_writes_bytes, file)
     hooks.progress("store", 1, 1)
-    streams = Streams(pager, Runner(decoder, device.array), limits, clock)
+    staging = Staging(store, mover, layout.num_layers, layout.layer_bytes) if store is not None else None
+    runner = Runner(decoder, layout, (device.array, host.array), staging)
+    streams = Streams(pager, runner, limits, clock)
     board = StatusBoard(manifest.name, context, streams, pager, clock)
     loop = StepLoop(
         streams, pager, emit=hooks.emit, published=board.publish, died=hooks.died, clock=clock,
@@ -162,7 +177,11 @@ def _build(
     )  # fmt: skip
     loops.append(loop)
     intake = Intake(facts, vocabulary, template)
-    return Engine(manifest.name, context, root.hex(), intake, loop, pager, board, tuple(notes), resources)
+    prefixes = Prefixes(pager, Path(config.cache_dir) / root.hex() / PINNED_NAME if store is not None else None)
+    return Engine(
+        manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, position_tokens, tuple(notes),
+        resources,
+    )  # fmt: skip
 
 
 def _check_memory(config: EngineConfig, total_bytes: int) -> None:
@@ -180,10 +199,13 @@ def _check_memory(config: EngineConfig, total_bytes: int) -> None:
     )
 
 
-def _arena(name: str, size_bytes: int, layout: PageLayout) -> Arena:
-    """The arena of a tier. Raises BadConfig if the system has no memory for it."""
+def _arena(name: str, slots: int, layout: PageLayout) -> Arena:
+    """The arena of a tier, with address space to grow. Raises BadConfig if the system has no memory for it."""
+    size_bytes = slots * layout.record_bytes
     try:
-        return Arena(name, size_bytes // layout.record_bytes, layout.record_bytes)
+        return Arena(
+            name, slots, layout.record_bytes, max_slots=max(slots, total_memory_bytes() // layout.record_bytes)
+        )
     except OSError as exc:
         if exc.errno != errno.ENOMEM:
             raise
@@ -236,6 +258,8 @@ def _open_store(config: EngineConfig, layout: PageLayout, root: bytes) -> tuple[
             namespace=root,
             capacity_bytes=config.nvme_bytes,
             min_free_bytes=config.nvme_min_free_bytes,
+            sections=layout.num_layers,
+            section_bytes=layout.layer_bytes,
         )
     except StoreError as exc:
         return None, [f"the disk tier is off: {exc}"]

@@ -9,26 +9,30 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
+Addresses = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of one sequence: `tokens` stand at positions `start` and up; `slots` are its device pages in order."""
+    """Rows of one sequence: `tokens` stand at positions `start` and up; `pages` are the addresses of its pages.
+
+    In order; a page at address 0 is streamed: its record is read while the step runs.
+    """
 
     tokens: Sequence[int]
     start: int
-    slots: Sequence[int]
+    pages: Addresses
     sample: bool  # whether the logits of the last row are wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Arguments of `CpuDecoder.forward`, apart from the arena. T rows, S sequences, P pages, L wanted logits."""
+    """Arguments of `CpuDecoder.forward`, apart from the memories. T rows, S sequences, P pages, L wanted logits."""
 
     tokens: Ints  # [T]
     positions: Ints  # [T]
     row_seq: Ints  # [T]
-    page_table: Ints  # [P] slots of all sequences, end to end
+    pages: Addresses  # [P] of all sequences, end to end
     page_offsets: Ints  # [S + 1]
     logit_rows: Ints  # [L]
 
@@ -40,11 +44,10 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
     """
     counts = [len(rows.tokens) for rows in sequences]
     for rows, count in zip(sequences, counts, strict=True):
-        if not count or (rows.start + count) > len(rows.slots) * page_tokens:
-            raise ValueError(f"{count} rows at {rows.start} do not fit {len(rows.slots)} pages")
+        if not count or (rows.start + count) > len(rows.pages) * page_tokens:
+            raise ValueError(f"{count} rows at {rows.start} do not fit {len(rows.pages)} pages")
     ends = np.cumsum(counts, dtype=np.int32)
-    pages = [-(-(rows.start + count) // page_tokens) for rows, count in zip(sequences, counts, strict=True)]
-    table = [np.asarray(rows.slots[:held], dtype=np.int32) for rows, held in zip(sequences, pages, strict=True)]
+    held = [-(-(rows.start + count) // page_tokens) for rows, count in zip(sequences, counts, strict=True)]
     return Batch(
         tokens=np.concatenate([np.asarray(rows.tokens, dtype=np.int32) for rows in sequences]),
         positions=np.concatenate(
@@ -54,8 +57,8 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
             ]
         ),
         row_seq=np.repeat(np.arange(len(sequences), dtype=np.int32), counts),
-        page_table=np.concatenate(table),
-        page_offsets=np.concatenate([np.zeros(1, np.int32), np.cumsum(pages, dtype=np.int32)]),
+        pages=np.concatenate([rows.pages[:count] for rows, count in zip(sequences, held, strict=True)]),
+        page_offsets=np.concatenate([np.zeros(1, np.int32), np.cumsum(held, dtype=np.int32)]),
         logit_rows=np.array(
             [end - 1 for rows, end in zip(sequences, ends, strict=True) if rows.sample], dtype=np.int32
         ),

@@ -71,6 +71,10 @@ class Intake:
         self._check_ids(tokens, "tokens")
         return list(tokens)
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens, special ones left out."""
+        return self._vocabulary.text(tokens)
+
     def request(self, request_id: int, submit: Submit, arrived_s: float) -> Request:
         """A request ready to be queued. `arrived_s`: on the step loop's clock."""
         sampling, facts = submit.sampling, self.facts

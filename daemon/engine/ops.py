@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tierd.daemon.engine import tend
 from tierd.daemon.engine.assemble import Engine
 from tierd.daemon.errors import BadRequest, Draining, Loading, TierdError, TooBusy, Unsupported, to_wire
 from tierd.daemon.protocol import TERMINAL, Event, Message, Request, Submit, Usage, to_submit
@@ -79,7 +80,7 @@ class Ops:
                 self._cancel(request)
             case "status":
                 self._send(Event(request.id, "result", self._status()))
-            case "tokenize" | "flush" | "cache" | "pages" | "stop":
+            case "tokenize" | "flush" | "cache" | "pages" | "prefix" | "resize" | "stop":
                 if len(self._tasks) - len(self._preparing) >= MAX_CALLS:
                     self._refuse(request.id, TooBusy(f"{MAX_CALLS} operations are in progress"))
                 else:
@@ -166,6 +167,10 @@ class Ops:
                     data = {"left": await asyncio.wrap_future(self._up().loop.flush(_timeout_s(request.args)))}
                 case "cache":
                     data = await self._cache(request.args)
+                case "prefix":
+                    data = await tend.prefix(self._up(), self._tokenizer, request.args)
+                case "resize":
+                    data = await tend.resize(self._up(), request.args)
                 case "pages":
                     pager = self._up().pager
                     data = {"map": await asyncio.wrap_future(self._up().loop.call(pager.page_map))}

@@ -9,10 +9,10 @@ A request ends once, with one terminal event. Threading: made on the io side, th
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierd.daemon.engine.sampler import Sampler
-from tierd.daemon.engine.scheduler import Phase
+from tierd.daemon.engine.scheduler import SHARED_PREFILL_ROWS, Phase, Stream
 from tierd.daemon.engine.tokens import TextStream
 from tierd.daemon.protocol import Timings, Usage
 from tierd.tiers.lease import Lease
@@ -55,7 +55,10 @@ class Request:
     times: Times
     phase: Phase = Phase.WAITING
     lease: Lease | None = None
-    computed: int = 0  # tokens whose keys and values stand in the lease's pages
+    computed: int = 0  # the next row to compute: keys and values of all tokens before it stand in the lease's pages
+    fetched_s: float = 0.0  # when the pages of this lease began to load
+    fetched_pages: int = 0  # how many
+    settled: bool = False  # what the lease spares is booked
     accepted: bool = False
     cached_tokens: int = 0  # prompt tokens that were never computed here
     hits: tuple[int, int, int] = (0, 0, 0)  # of those, by the tier they came from: device, host, nvme
@@ -84,7 +87,7 @@ class Request:
         return None
 
     def covered(self, lease: Lease) -> None:
-        """Note what a ready lease spares. After a preemption a prompt token may have to be computed after all."""
+        """Note what a ready lease spares. After a preemption or a loss a prompt token may be computed after all."""
         found = min(lease.num_tokens, self.prompt_tokens)
         if not self.accepted:
             self.cached_tokens = found
@@ -108,6 +111,30 @@ class Request:
             # The text held back until the end may hold the stop string's last part.
             over = Finish.STOP if self.stream.stopped else over
         return text, over
+
+    def seen(self, now_s: float) -> Stream:
+        """What the scheduler sees of it."""
+        seen = Stream(
+            id=self.id,
+            rank=self.rank,
+            phase=self.phase,
+            known_tokens=len(self.tokens),
+            computed_tokens=self.computed,
+            waited_s=now_s - self.times.arrived_s,
+        )
+        lease = self.lease
+        if lease is None:
+            return seen
+        limit = lease.limit(self.computed)
+        if lease.absent and lease.loading:
+            # Pages come from the other end: a short chunk does not compute many that are about to arrive.
+            limit = min(limit, self.computed + SHARED_PREFILL_ROWS)
+        return replace(
+            seen,
+            pages=lease.num_pages + len(lease.filling) - len(lease.absent) - lease.streamed,
+            held_until=lease.held_until(self.computed),
+            limit=limit,
+        )
 
     def usage(self) -> Usage:
         """Token counts up to now."""

@@ -6,9 +6,11 @@
   streams at most by that much and never stops them.
 - Among prompts the oldest has half of the rows for sure (nothing starves it) and the shortest have the other half (a
   long one does not make short ones wait). A step in which a short prompt can end is a short step.
-- Pages: a stream is admitted when its prompt fits beside what the active ones still need. When pages run out all the
-  same, the last in rank gives its pages back and waits. Rank never changes, so the first in rank always goes on, and no
-  two preempt each other in turn.
+- Pages: a stream is admitted when its prompt fits into memory, device and host together, beside what the active ones
+  still need. When memory runs out all the same, the last in rank gives its pages back and waits. Rank never changes, so
+  the first in rank always goes on, and no two preempt each other in turn. Alone, it may outgrow memory: then its pages
+  spill to the store and are streamed from there.
+- Rows are written on the device: a chunk takes no more pages than can be had there.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ class Phase(enum.Enum):
     """Where a request stands; see `request`."""
 
     WAITING = "waiting"  # holds no pages
-    FETCHING = "fetching"  # pages leased, on their way to the device
-    PREFILL = "prefill"
+    FETCHING = "fetching"  # pages leased, on their way to memory; nothing is computed yet
+    PREFILL = "prefill"  # has rows to compute before its next token
     DECODE = "decode"
     FINISHED = "finished"
+
+
+ACTIVE = (Phase.FETCHING, Phase.PREFILL, Phase.DECODE)  # they hold leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +86,24 @@ class Stream:
     phase: Phase
     known_tokens: int  # prompt and generated
     computed_tokens: int = 0
-    pages: int = 0  # device pages its lease holds
+    pages: int = 0  # pages in memory that its lease holds
+    held_until: int = 0  # rows before this position have device pages to be written to
+    limit: int = 1 << 62  # rows may go this far now: what follows is there already, or comes by itself
     waited_s: float = 0.0  # in the queue
 
     @property
     def remaining(self) -> int:
-        """Rows to compute before the next token can be drawn."""
-        return self.known_tokens - self.computed_tokens
+        """Rows that can be computed now before the next token can be drawn, or the next known page begins."""
+        return min(self.known_tokens, self.limit) - self.computed_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All requests, and the device pages that are free or could be made free."""
+    """All requests, and the pages that are free or could be made free."""
 
     streams: tuple[Stream, ...]
-    free_pages: int
+    free_pages: int  # of memory, without touching those of live requests
+    device_pages: int  # that can be written to, if need be after those of live requests have spilled
     rates: Rates = Rates()
 
 
@@ -127,21 +135,30 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
     budget = min(prefill_rows(limits, snapshot.rates, len(decoding), soon), limits.max_rows - len(decoding))
     rows = {stream.id: 1 for stream in decoding} | share(budget, prefilling)
 
-    free = snapshot.free_pages
+    free, device = snapshot.free_pages, snapshot.device_pages
+    active = [stream for stream in streams if stream.phase in ACTIVE]
     preempt: list[int] = []
     chunks: list[Chunk] = []
     for stream in streams:
         count = rows.get(stream.id, 0)
         if not count or stream.id in preempt:
             continue
-        count, needed = _fit(stream, count, free, limits.page_tokens)
-        if not count:
-            # What the victim frees may be shared with others, so the pages count from the next snapshot on.
-            if (last := victim(streams, stream, preempt)) is not None:
+        wanted = count
+        count, needed = _fit(stream, wanted, min(free, device), limits.page_tokens)
+        if count < wanted:
+            last = victim(streams, stream, preempt)
+            if last is None and stream is active[0]:
+                # Nobody after it has pages to give: it may outgrow memory.
+                count, needed = _fit(stream, wanted, device, limits.page_tokens)
+            elif last is not None and not count:
+                # What the victim frees may be shared with others, so the pages count from the next snapshot on.
                 preempt.append(last)
+        if not count:
             continue
         free -= needed
-        chunks.append(Chunk(stream.id, stream.computed_tokens, count, count == stream.remaining))
+        device -= needed
+        end = stream.computed_tokens + count
+        chunks.append(Chunk(stream.id, stream.computed_tokens, count, end == stream.known_tokens))
     admit = () if preempt else _admit(streams, free, limits)
     return Plan(tuple(preempt), admit, tuple(chunks))
 
@@ -182,7 +199,7 @@ def victim(streams: Iterable[Stream], needy: Stream, spared: Iterable[int] = ())
     holders = [
         stream
         for stream in streams
-        if stream.phase in (Phase.FETCHING, Phase.PREFILL, Phase.DECODE)
+        if stream.phase in ACTIVE
         and stream.pages
         and stream.rank > needy.rank
         and stream.id not in spared
@@ -197,14 +214,15 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 
 def _fit(stream: Stream, count: int, free: int, page_tokens: int) -> tuple[int, int]:
     """(rows, new pages): as many of `count` rows as the pages of the stream and `free` more can hold."""
-    room = (stream.pages + free) * page_tokens - stream.computed_tokens
+    held_pages = pages_for(stream.held_until, page_tokens)
+    room = (held_pages + max(free, 0)) * page_tokens - stream.computed_tokens
     count = max(min(count, room), 0)
-    return count, max(pages_for(stream.computed_tokens + count, page_tokens) - stream.pages, 0)
+    return count, max(pages_for(stream.computed_tokens + count, page_tokens) - held_pages, 0)
 
 
 def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
     """Waiting streams that may begin, in rank order."""
-    active = [stream for stream in streams if stream.phase in (Phase.FETCHING, Phase.PREFILL, Phase.DECODE)]
+    active = [stream for stream in streams if stream.phase in ACTIVE]
     places = limits.max_streams - len(active)
     # What the active ones still need for their known tokens, and a page each to go on.
     free -= sum(max(pages_for(s.known_tokens, limits.page_tokens) + 1 - s.pages, 0) for s in active)

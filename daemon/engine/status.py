@@ -40,6 +40,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     tiers: dict[str, dict[str, int]]
     links: dict[str, Any]
     pager: dict[str, Any]
+    writes: dict[str, Any]  # to the disk: since the start, and today against the budget
+    store: dict[str, Any]  # figures of the disk tier since it was opened; empty without one
 
 
 class Meter:
@@ -111,6 +113,8 @@ class StatusBoard:
             tiers={"device": _gauges(stats.device), "host": _gauges(stats.host), "nvme": _gauges(stats.nvme)},
             links={name: msgspec.to_builtins(link) for name, link in stats.links.items()},
             pager=_counters(stats),
+            writes=msgspec.to_builtins(stats.writes),
+            store=msgspec.to_builtins(self._pager.store.statistics()) if self._pager.store is not None else {},
         )
 
 
@@ -125,7 +129,10 @@ def _gauges(tier: TierStats) -> dict[str, int]:
     return pages | in_bytes
 
 
+_APART = frozenset({"device", "host", "nvme", "links", "writes"})
+
+
 def _counters(stats: PagerStats) -> dict[str, Any]:
     """What the pager counts beside the tiers themselves."""
     whole: dict[str, Any] = msgspec.to_builtins(stats)
-    return {name: value for name, value in whole.items() if name not in ("device", "host", "nvme", "links")}
+    return {name: value for name, value in whole.items() if name not in _APART}

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from tierd.daemon.engine import batch, scheduler
+from tierd.daemon.engine import batch, fetch, scheduler
 from tierd.daemon.engine.request import Finish, Request
 from tierd.daemon.engine.runner import Runner
-from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates, Snapshot, Stream
+from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates, Snapshot
 from tierd.daemon.errors import OutOfSpace, TierdError, to_wire
 from tierd.daemon.protocol import Event
-from tierd.tiers.errors import TierFull
+from tierd.tiers.errors import StagingLost, TierFull
 from tierd.tiers.lease import Lease
+from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
+from tierd.tiers.policy import CostEstimator
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 30.0
 # Pages that eviction promised have to come within this time, even from a slow disk; then somebody gives up his.
 STUCK_S = 30.0
+# Steps in a row whose streamed pages could not be read. Each time what was lost is computed again; a disk that loses
+# pages as fast as they are computed is turned off.
+MAX_LOST_STEPS = 5
 # An event costs io thread, front and client a millisecond together, a tenth of a decode step on two cores that have to
 # compute as well. 20 pieces of text a second look as smooth as 100.
 TELL_EVERY_S = 0.05
@@ -46,6 +51,7 @@ class Totals:
     preemptions: int = 0
     failures: int = 0
     step_s: float = 0.0
+    lost_steps: int = 0  # void, because streamed pages could not be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,8 @@ class _Work:
     lease: Lease
     chunk: Chunk
     decodes: bool
+    pages: batch.Addresses
+    streamed: list[PageKey]
 
 
 class Streams:
@@ -73,6 +81,8 @@ class Streams:
         self._moved_s = clock()
         self._requests: dict[int, Request] = {}
         self._events: list[Event] = []
+        self._estimator = CostEstimator()
+        self._lost_steps = 0  # in a row
         self.rates = Rates()
         self.totals = Totals()
 
@@ -132,7 +142,7 @@ class Streams:
         """
         now_s = self._clock()
         moved = self._pager.poll(now_s)
-        self._arrive()
+        self._arrive(now_s)
         plan = scheduler.plan(self._snapshot(now_s), self._limits)
         for request_id in plan.preempt:
             self._preempt(self._requests[request_id])
@@ -150,9 +160,8 @@ class Streams:
         return bool(work or plan.admit or plan.preempt or moved)
 
     def _snapshot(self, now_s: float) -> Snapshot:
-        device = self._pager.device
-        streams = tuple(self._seen(request, now_s) for request in self._requests.values())
-        return Snapshot(streams, device.num_free + device.cached, self.rates)
+        streams = tuple(request.seen(now_s) for request in self._requests.values())
+        return Snapshot(streams, self._pager.memory_pages, self._pager.writable_pages, self.rates)
 
     def _admit(self, request: Request, now_s: float) -> None:
         """Pin what is known of its tokens and start moving it to the device."""
@@ -163,27 +172,54 @@ class Streams:
             return
         request.lease, request.phase = lease, Phase.FETCHING
         request.times.admitted_s = request.times.admitted_s or now_s
+        request.fetched_s, request.fetched_pages, request.settled = now_s, len(lease.absent), False
         try:
             self._pager.fetch(lease, now_s + FETCH_TIMEOUT_S)
         except Exception as exc:
             self.fail(request, exc)
         else:
-            self._arrive()
+            self._advance(request, lease, now_s)
 
-    def _arrive(self) -> None:
-        """Fetched requests go on to prefill. What a lost page held is computed: the lease says how far it reaches."""
-        for request in self._requests.values():
-            lease = request.lease
-            if request.phase is not Phase.FETCHING or lease is None or not lease.ready:
-                continue
-            request.phase, request.computed = Phase.PREFILL, lease.num_tokens
-            request.covered(lease)
-            if not request.accepted:
-                request.accepted = True
-                self.totals.prompt_tokens += request.prompt_tokens
-                self.totals.cached_tokens += request.cached_tokens
-                data = {"prompt_tokens": request.prompt_tokens, "cached_tokens": request.cached_tokens}
-                self._events.append(Event(request.id, "accepted", data))
+    def _arrive(self, now_s: float) -> None:
+        """Take in what became of the pages of all requests."""
+        capacity = self._pager.capacity_pages * self._limits.page_tokens  # less than it was, if a tier was turned off
+        for request in list(self._requests.values()):
+            if len(request.tokens) > capacity:
+                self.fail(request, self._no_room(len(request.tokens)))
+            elif request.lease is not None:
+                self._advance(request, request.lease, now_s)
+
+    def _advance(self, request: Request, lease: Lease, now_s: float) -> None:
+        """Where a request stands: past what is there, before what is to be computed or waited for."""
+        self._pager.tables.refresh(lease)
+        if request.phase is Phase.FETCHING:
+            if not fetch.may_compute(self._pager, request, lease, now_s):
+                return
+            request.phase, request.computed = Phase.PREFILL, 0
+        elif lease.absent:
+            lease.reached = max(lease.reached, request.computed)
+            hole = min(lease.absent) * self._limits.page_tokens
+            if hole < request.computed - request.computed % self._limits.page_tokens:
+                request.phase, request.computed, request.settled = Phase.PREFILL, hole, False
+                self._pager.committer.abandon(lease)
+            if lease.private and not self._pager.writable_pages:
+                self._pager.committer.shorten(lease)
+        if request.phase is Phase.PREFILL:
+            request.computed = lease.skip(request.computed)
+        self._accept(request, lease)
+
+    def _accept(self, request: Request, lease: Lease) -> None:
+        """Tell how much of the prompt was found, once everything that was found is there or was computed after all."""
+        if request.settled or not lease.ready:
+            return
+        request.settled = True
+        request.covered(lease)
+        if not request.accepted:
+            request.accepted = True
+            self.totals.prompt_tokens += request.prompt_tokens
+            self.totals.cached_tokens += request.cached_tokens
+            data = {"prompt_tokens": request.prompt_tokens, "cached_tokens": request.cached_tokens}
+            self._events.append(Event(request.id, "accepted", data))
 
     def _preempt(self, request: Request) -> None:
         """Give its pages back. It keeps its rank and its tokens and returns by match and fetch."""
@@ -198,27 +234,35 @@ class Streams:
             request = self._requests[chunk.id]
             lease = request.lease
             assert lease is not None  # the plan has chunks only for requests in PREFILL and DECODE
+            end = chunk.start + chunk.count
             try:
-                if self._has_pages(lease, chunk):
-                    work.append(_Work(request, lease, chunk, request.phase is Phase.DECODE))
+                if not self._pager.allocate(lease, chunk.start, end):
+                    continue
+                pages = self._pager.tables.addresses(lease, scheduler.pages_for(end, self._limits.page_tokens))
+            except TierFull:
+                if max(end, lease.reached) > self._pager.capacity_pages * self._limits.page_tokens:
+                    self.fail(request, self._no_room(end))
+                else:
+                    self._preempt(request)  # its own newest page is in the way of an older one: begin again
             except Exception as exc:
                 self.fail(request, exc)
-        return work
+            else:
+                work.append(_Work(request, lease, chunk, request.phase is Phase.DECODE, pages, []))
+        # Slots for one chunk may have cost another one a page in memory: look again, now that all have theirs.
+        return [found for item in work if (found := self._located(item)) is not None]
 
-    def _has_pages(self, lease: Lease, chunk: Chunk) -> bool:
-        end = chunk.start + chunk.count
-        missing = scheduler.pages_for(end, self._limits.page_tokens) - len(lease.slots)
-        if missing <= 0:
-            return True
-        try:
-            return self._pager.allocate(lease, missing) is not None
-        except TierFull as exc:
-            raise self._no_room(end) from exc
+    def _located(self, item: _Work) -> _Work | None:
+        """The chunk with its pages as they lie now; None when one of them is nowhere any more."""
+        tables = self._pager.tables
+        pages = tables.addresses(item.lease, len(item.pages))
+        if any(place < len(pages) and place not in item.lease.filling for place in item.lease.absent):
+            return None
+        return replace(item, pages=pages, streamed=tables.streamed(item.lease, pages))
 
     def _no_room(self, tokens: int) -> OutOfSpace:
         return OutOfSpace(
-            f"{tokens} tokens do not fit the {self._pager.device.slots} pages of the device",
-            hint="give tierd more memory with --device-mem",
+            f"{tokens} tokens do not fit the {self._pager.capacity_pages} pages that all tiers hold together",
+            hint="give tierd more memory with --device-mem, --host-mem or --nvme-mem",
         )
 
     def _unstick(self, now_s: float, worked: bool) -> None:
@@ -239,7 +283,7 @@ class Streams:
             batch.Rows(
                 item.request.tokens[item.chunk.start : item.chunk.start + item.chunk.count],
                 item.chunk.start,
-                item.lease.slots,
+                item.pages,
                 item.chunk.sample,
             )
             for item in work
@@ -247,7 +291,15 @@ class Streams:
         started_s = self._clock()
         for item in work:
             item.request.times.started_s = item.request.times.started_s or started_s
-        logits = self._runner.run(batch.build(rows, self._limits.page_tokens))
+        try:
+            logits = self._runner.run(
+                batch.build(rows, self._limits.page_tokens), [key for item in work for key in item.streamed]
+            )
+        except StagingLost as lost:
+            self._lose(lost)
+            return
+        if any(item.streamed for item in work):
+            self._lost_steps = 0
         now_s = self._clock()
         decode_rows = sum(item.decodes for item in work)
         prefill_rows = sum(item.chunk.count for item in work if not item.decodes)
@@ -255,6 +307,10 @@ class Streams:
         self.totals.steps += 1
         self.totals.step_s += now_s - started_s
         self.totals.prefill_rows += prefill_rows
+        if prefill_rows and not decode_rows and not any(item.streamed for item in work):
+            positions = sum(item.chunk.count * (item.chunk.start + item.chunk.count / 2) for item in work)
+            self._estimator.add(prefill_rows, positions / prefill_rows, now_s - started_s)
+            self._pager.residency.cost = self._estimator.cost
         drawn = iter(logits)
         for item in work:
             row = next(drawn) if item.chunk.sample else None
@@ -265,12 +321,22 @@ class Streams:
                     raise  # it has ended; what failed is giving back its pages
                 self.fail(item.request, exc)
 
+    def _lose(self, lost: StagingLost) -> None:
+        """A step could not be computed: its requests compute what was lost once more."""
+        self.totals.lost_steps += 1
+        self._lost_steps += 1
+        log.warning("a step found %d streamed pages missing: %s", len(lost.keys), lost)
+        self._pager.tables.lose(lost.keys, self._pager.leases)
+        if self._lost_steps >= MAX_LOST_STEPS:
+            self._pager.writeback.turn_off(f"{self._lost_steps} steps in a row could not read their pages: {lost}")
+
     def _absorb(self, item: _Work, logits: npt.NDArray[np.float32] | None, now_s: float) -> None:
         """Book the rows of one stream and draw its next token if they were its last."""
         request, before = item.request, item.request.computed
         request.computed += item.chunk.count
         if request.computed // self._limits.page_tokens > before // self._limits.page_tokens:
             self._pager.commit(item.lease, request.tokens[: request.computed])
+            self._accept(request, item.lease)
         if logits is None:
             return
         request.phase = Phase.DECODE
@@ -318,24 +384,6 @@ class Streams:
         """Give the lease back with every token that is complete in its pages: full ones and the tail stay known."""
         lease, request.lease = request.lease, None
         if lease is not None:
-            computed = request.computed if request.phase is not Phase.FETCHING else lease.num_tokens
+            computed = request.computed if request.phase is not Phase.FETCHING else 0
             request.computed = 0
             self._pager.release(lease, request.tokens[:computed])
-
-    def _seen(self, request: Request, now_s: float) -> Stream:
-        """What the scheduler sees of a request."""
-        lease, pages, computed = request.lease, 0, request.computed
-        if lease is not None and request.phase is Phase.FETCHING:
-            computed = lease.num_tokens
-            pages = scheduler.pages_for(computed, self._limits.page_tokens)
-        elif lease is not None:
-            pages = len(lease.slots)
-        return Stream(
-            id=request.id,
-            rank=request.rank,
-            phase=request.phase,
-            known_tokens=len(request.tokens),
-            computed_tokens=computed,
-            pages=pages,
-            waited_s=now_s - request.times.arrived_s,
-        )

@@ -8,9 +8,15 @@ For each row the tokens follow each other in aligned *steps* of two pages, 32 to
     p[t] = exp(s[t] - m')        0 for a token that the row doesn't see
     l    = l * c + sum p[t]      o = o * c + sum over t ascending of p[t] * v[t]
 
-A step in which a row sees nothing is none for it. What a row computes depends on its query, its position and its
-pages alone: not on the block it is in. Tokens it doesn't see are selected away before they are multiplied, so that
-stale memory, NaN included, has no influence.
+After every *segment*, 256 tokens from a multiple of 256 on, the sums start anew, and those of the segments are put
+together in ascending order, M being the larger of both maxima:
+
+    l = l1 * exp(m1 - M) + l2 * exp(m2 - M)      o = o1 * exp(m1 - M) + o2 * exp(m2 - M)      result = o / l
+
+So threads can share one long sequence by segments and get the bits of one thread that walks through all of them.
+A step or a segment in which a row sees nothing is none for it. What a row computes depends on its query, its position
+and its pages alone: not on the block it is in. Tokens it doesn't see are selected away before they are multiplied, so
+that stale memory, NaN included, has no influence.
 
 In a page record a head's keys are [head_dim][token] and its values [token][head_dim] (see layout.py): then both sums
 above are the microkernel of the matrix product, lanes being tokens in the first and dimensions in the second.
@@ -21,40 +27,29 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from tierd.kernels.cpu.microkernel import tile_pair_product, tile_product
-from tierd.kernels.cpu.simd import (
-    add,
-    div,
-    exp8,
-    keep_lanes,
-    load8,
-    load8_bf16,
-    load8_fp16,
-    load_f32,
-    load_i32,
-    max8,
-    maximum,
-    mul,
-    prefetch,
-    splat,
-    store8,
-    store_f32,
-    sub,
-    sum8,
+from tierd.kernels.cpu.attention_step import (
+    PAGE_FORMAT_CODES,
+    SCORE_BYTES,
+    STATE_BYTES,
+    STEP_PAGES,
+    STEP_TOKENS,
+    attend_step,
+    clear_sums,
+    divide_sums,
+    first_token,
+    merge_sums,
+    widen,
 )
-from tierd.kernels.cpu.team import finish, take, wait_for
+from tierd.kernels.cpu.microkernel import PAIR_ROWS
+from tierd.kernels.cpu.simd import load8, load_i32, load_i64, prefetch, store8
+from tierd.kernels.cpu.team import PHASE_BYTES, finish, take, wait_for
 
-PAGE_FORMAT_CODES = {"fp32": 0, "fp16": 1, "bf16": 2}
-_FP32, _FP16 = PAGE_FORMAT_CODES["fp32"], PAGE_FORMAT_CODES["fp16"]
+_FP32 = PAGE_FORMAT_CODES["fp32"]
 _PAGE_TOKENS = 16
-_MINUS_INFINITY = np.float32(-np.inf)
-_STEP_PAGES = 2
-_STEP_TOKENS = _STEP_PAGES * _PAGE_TOKENS
-# Typed: for a plain int Numba compiles a function once more for that very value.
-_SCORE_BYTES = np.int64(4 * _STEP_TOKENS)  # of one query
-_TILE_BYTES = np.int64(4 * _PAGE_TOKENS)  # of one row of a tile of keys
-_NONE, _WHOLE = np.int64(0), np.int64(_STEP_TOKENS)
-_START, _GO_ON = np.int64(0), np.int64(1)  # what `accumulate` says
+_SEGMENT_PAGES = 16  # a multiple of STEP_PAGES
+SEGMENT_TOKENS = _SEGMENT_PAGES * _PAGE_TOKENS
+ATTENTION_PHASES = 2
+_NONE, _ALL_PAGES = np.int64(0), np.int64(2**40)
 
 
 def max_block_queries(head_dim: int, group: int) -> int:
@@ -65,134 +60,22 @@ def max_block_queries(head_dim: int, group: int) -> int:
     return max(24 if head_dim <= 64 else 12, group)
 
 
+def sums_bytes(head_dim: int, group: int) -> int:
+    """Sums of one block: o [queries][head_dim], then m and l of each query."""
+    return 4 * max_block_queries(head_dim, group) * (head_dim + 2)
+
+
 def scratch_bytes(head_dim: int, group: int) -> int:
-    """Scratch of one thread: the keys and values of a step, queries, sums, scores, and two floats a query."""
+    """Scratch of one thread: the keys and values of a step, queries, two sets of sums, and scores between these."""
     queries = max_block_queries(head_dim, group)
-    return 4 * (2 * _STEP_TOKENS * head_dim + queries * (2 * head_dim + _STEP_TOKENS + 2))
+    return 4 * (2 * STEP_TOKENS * head_dim + queries * (head_dim + STEP_TOKENS)) + 2 * sums_bytes(head_dim, group)
 
 
 @njit(nogil=True, cache=True)
-def _widen(format, source, count, target):
-    """Reads `count` (a multiple of 8) elements of a page as float32. Returns where they are: fp32 stays in place."""
-    if format == _FP32:
-        return source
-    if format == _FP16:
-        for i in range(0, count, 8):
-            store8(target + 4 * i, load8_fp16(source + 2 * i))
-    else:
-        for i in range(0, count, 8):
-            store8(target + 4 * i, load8_bf16(source + 2 * i))
-    return target
-
-
-@njit(nogil=True, cache=True)
-def _softmax_step(scores, low, high, state, out, head_dim):
-    """One step for one query, which sees its tokens low..high: scores become weights, `state` (m, l) and `out` are
-    brought to the new maximum."""
-    s0, s1, s2, s3 = load8(scores), load8(scores + 32), load8(scores + 64), load8(scores + 96)
-    partial = low > 0 or high < _STEP_TOKENS
-    if partial:
-        s0 = keep_lanes(s0, low, high, _MINUS_INFINITY)
-        s1 = keep_lanes(s1, low - 8, high - 8, _MINUS_INFINITY)
-        s2 = keep_lanes(s2, low - 16, high - 16, _MINUS_INFINITY)
-        s3 = keep_lanes(s3, low - 24, high - 24, _MINUS_INFINITY)
-    before = load_f32(state)
-    largest = max(before, max8(maximum(maximum(s0, s1), maximum(s2, s3))))
-    shift = splat(largest)
-    p0, p1, p2, p3 = exp8(sub(s0, shift)), exp8(sub(s1, shift)), exp8(sub(s2, shift)), exp8(sub(s3, shift))
-    if partial:
-        p0 = keep_lanes(p0, low, high, np.float32(0))
-        p1 = keep_lanes(p1, low - 8, high - 8, np.float32(0))
-        p2 = keep_lanes(p2, low - 16, high - 16, np.float32(0))
-        p3 = keep_lanes(p3, low - 24, high - 24, np.float32(0))
-    store8(scores, p0)
-    store8(scores + 32, p1)
-    store8(scores + 64, p2)
-    store8(scores + 96, p3)
-    weight = load_f32(state + 4)
-    if largest > before:  # else the factor is exactly 1
-        factor = exp8(splat(before - largest))
-        weight = weight * max8(factor)
-        for d in range(0, head_dim, 8):
-            store8(out + 4 * d, mul(load8(out + 4 * d), factor))
-        store_f32(state, largest)
-    store_f32(state + 4, weight + sum8(add(add(p0, p1), add(p2, p3))))
-
-
-@njit(nogil=True, cache=True)
-def _add_page(values, head_dim, scores, queries, low, high, out):
-    """out[q] += sum over tokens low..high of one page of p[q, t] * v[t]."""
-    x, row_bytes = scores + 4 * low, 4 * head_dim
-    d = 0
-    while d + 32 <= head_dim:
-        tile = values + low * row_bytes + 4 * d
-        tile_pair_product(
-            tile, tile + 64, row_bytes, x, _SCORE_BYTES, out + 4 * d, out + 4 * d + 64, row_bytes, high - low, queries,
-            _GO_ON,
-        )  # fmt: skip
-        d += 32
-    if d < head_dim:
-        tile = values + low * row_bytes + 4 * d
-        tile_product(tile, row_bytes, x, _SCORE_BYTES, out + 4 * d, row_bytes, high - low, queries, _GO_ON)
-
-
-@njit(nogil=True, cache=True)
-def _add_values(values0, values1, head_dim, scores, queries, low, high, out):
-    """out[q] += sum over tokens low..high of the step of p[q, t] * v[t]. `values1` is not read below token 17."""
-    if queries > 0 and low < _PAGE_TOKENS:
-        _add_page(values0, head_dim, scores, queries, low, min(high, np.int64(_PAGE_TOKENS)), out)
-    if queries > 0 and high > _PAGE_TOKENS:
-        x = scores + 4 * _PAGE_TOKENS
-        _add_page(values1, head_dim, x, queries, max(low - _PAGE_TOKENS, _NONE), high - _PAGE_TOKENS, out)
-
-
-@njit(nogil=True, cache=True)
-def _first_token(position, window):
-    """The first token that a row at `position` sees."""
-    return max(0, position - window + 1) if window > 0 else 0
-
-
-@njit(nogil=True, cache=True)
-def _step(head_dim, keys, values, start, position_at, rows, group, window, queries, scores, state, out):
-    """One step, from token `start` on, for all rows of a block; rows that see none of it, at either end, are left out.
-
-    `keys` and `values` are pairs of pages; the second is 0 where the sequence ends with the first.
-    """
-    row_bytes = 4 * head_dim
-    first, stop = 0, rows
-    while first < stop and load_i32(position_at + 4 * first) < start:
-        first += 1
-    while first < stop and _first_token(load_i32(position_at + 4 * (stop - 1)), window) >= start + _STEP_TOKENS:
-        stop -= 1
-    q, count = first * group, (stop - first) * group
-    x, s = queries + q * row_bytes, scores + q * _SCORE_BYTES
-    if keys[1] != 0:
-        tile_pair_product(
-            keys[0], keys[1], _TILE_BYTES, x, row_bytes, s, s + _TILE_BYTES, _SCORE_BYTES, head_dim, count, _START
-        )
-    else:
-        tile_product(keys[0], _TILE_BYTES, x, row_bytes, s, _SCORE_BYTES, head_dim, count, _START)
-    whole = q  # queries from here on see the whole step and wait for their values
-    for r in range(first, stop):
-        position = load_i32(position_at + 4 * r)
-        low = max(0, _first_token(position, window) - start)
-        high = min(_STEP_TOKENS, position + 1 - start)
-        for q in range(r * group, (r + 1) * group):
-            _softmax_step(scores + q * _SCORE_BYTES, low, high, state + 8 * q, out + q * row_bytes, head_dim)
-        if low > 0 or high < _STEP_TOKENS:
-            q = r * group
-            _add_values(
-                values[0], values[1], head_dim, scores + whole * _SCORE_BYTES, q - whole, _NONE, _WHOLE,
-                out + whole * row_bytes,
-            )  # fmt: skip
-            _add_values(
-                values[0], values[1], head_dim, scores + q * _SCORE_BYTES, group, low, high, out + q * row_bytes
-            )
-            whole = q + group
-    _add_values(
-        values[0], values[1], head_dim, scores + whole * _SCORE_BYTES, stop * group - whole, _NONE, _WHOLE,
-        out + whole * row_bytes,
-    )  # fmt: skip
+def _total_offset(job):
+    """Where in a thread's scratch the sums over all segments lie: behind everything else."""
+    row_bytes = 4 * job.head_dim
+    return 2 * STEP_TOKENS * row_bytes + job.block_queries * (2 * row_bytes + STATE_BYTES + SCORE_BYTES)
 
 
 @njit(nogil=True, cache=True)
@@ -200,80 +83,151 @@ def _prefetch_pages(job, plane, table, page, last_page):
     """Asks for the keys and values of one head in the pages of a step. They lie in pieces of a few KB, megabytes apart,
     which the hardware doesn't foresee."""
     bytes = job.head_bytes
-    for p in range(page, min(page + _STEP_PAGES, last_page + 1)):
-        at = plane + load_i32(table + 4 * p) * job.record_bytes
+    for p in range(page, min(page + STEP_PAGES, last_page + 1)):
+        at = load_i64(table + 8 * p) + plane
         for i in range(0, bytes, 64):
             prefetch(at + i)
             prefetch(at + job.plane_bytes + i)
 
 
 @njit(nogil=True, cache=True)
-def _attend(job, layer_index, window, first_row, rows, first_head, group, scratch):
-    """Rows first_row.. of one sequence, query heads first_head.. of one kv head, over all pages they see."""
-    head_dim = job.head_dim
-    row_bytes = 4 * head_dim
+def _attend(job, layer_index, window, block, first_head, group, first_page, stop_page, total, scratch):
+    """A block's rows, query heads first_head.. of one kv head, over those of the pages first_page..stop_page that they
+    see; `total` becomes their sums. The first page is one at which a segment starts."""
+    first_row, rows = load_i32(block), load_i32(block + 4)
+    head_dim, row_bytes = job.head_dim, 4 * job.head_dim
     kv_head = first_head // (job.heads // job.kv_heads)
     page_elements = _PAGE_TOKENS * head_dim
-    queries = scratch + 2 * _STEP_TOKENS * row_bytes
+    queries = scratch + 2 * STEP_TOKENS * row_bytes
     out = queries + job.block_queries * row_bytes
-    scores = out + job.block_queries * row_bytes
-    state = scores + job.block_queries * _SCORE_BYTES
+    state = out + job.block_queries * row_bytes
+    scores = state + job.block_queries * STATE_BYTES
+    total_state = total + job.block_queries * row_bytes
+    position_at = job.positions + 4 * first_row
+    clear_sums(total, total_state, rows * group, row_bytes)
+    last_page = min(load_i32(position_at + 4 * (rows - 1)) // _PAGE_TOKENS, stop_page - 1)
+    page = max(first_page, first_token(load_i32(position_at), window) // STEP_TOKENS * STEP_PAGES)
+    if page > last_page:
+        return
+    table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * first_row))
+    plane = layer_index * job.layer_bytes + kv_head * job.head_bytes
+    _prefetch_pages(job, plane, table, page, last_page)
     for q in range(rows * group):
         source = job.qkv + (first_row + q // group) * job.qkv_stride + (first_head + q % group) * row_bytes
         for d in range(0, row_bytes, 32):
             store8(queries + q * row_bytes + d, load8(source + d))
-            store8(out + q * row_bytes + d, splat(np.float32(0)))
-        store_f32(state + 8 * q, _MINUS_INFINITY)
-        store_f32(state + 8 * q + 4, np.float32(0))
-    position_at = job.positions + 4 * first_row
-    table = job.page_table + 4 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * first_row))
-    last_page = load_i32(position_at + 4 * (rows - 1)) // _PAGE_TOKENS
-    page = _first_token(load_i32(position_at), window) // _STEP_TOKENS * _STEP_PAGES
-    plane = job.arena + layer_index * job.layer_bytes + kv_head * job.head_bytes
+    clear_sums(out, state, rows * group, row_bytes)
+    # Few queries are over before their pages have come: then the products themselves prefetch, line by line.
+    interleaved = job.page_format == _FP32 and rows * group <= PAIR_ROWS
     while page <= last_page:
-        _prefetch_pages(job, plane, table, page + _STEP_PAGES, last_page)
-        at = plane + load_i32(table + 4 * page) * job.record_bytes
-        keys0 = _widen(job.page_format, at, page_elements, scratch)
-        values0 = _widen(job.page_format, at + job.plane_bytes, page_elements, scratch + 4 * page_elements)
+        at0 = load_i64(table + 8 * page) + plane
+        at1 = load_i64(table + 8 * (page + 1)) + plane if page < last_page else _NONE
+        ahead0, ahead1 = _NONE, _NONE
+        if not interleaved:
+            _prefetch_pages(job, plane, table, page + STEP_PAGES, last_page)
+        elif page + STEP_PAGES <= last_page:
+            ahead0 = load_i64(table + 8 * (page + 2)) + plane - at0
+            if page + STEP_PAGES < last_page:
+                ahead1 = load_i64(table + 8 * (page + 3)) + plane - at1
+        keys0 = widen(job.page_format, at0, page_elements, scratch)
+        values0 = widen(job.page_format, at0 + job.plane_bytes, page_elements, scratch + 4 * page_elements)
         keys1, values1 = _NONE, _NONE
-        if page < last_page:
-            at = plane + load_i32(table + 4 * (page + 1)) * job.record_bytes
-            keys1 = _widen(job.page_format, at, page_elements, scratch + 8 * page_elements)
-            values1 = _widen(job.page_format, at + job.plane_bytes, page_elements, scratch + 12 * page_elements)
-        _step(
-            head_dim, (keys0, keys1), (values0, values1), page * _PAGE_TOKENS, position_at, rows, group, window,
-            queries, scores, state, out,
+        if at1 != 0:
+            keys1 = widen(job.page_format, at1, page_elements, scratch + 8 * page_elements)
+            values1 = widen(job.page_format, at1 + job.plane_bytes, page_elements, scratch + 12 * page_elements)
+        attend_step(
+            head_dim, (keys0, keys1), (values0, values1), (ahead0, ahead1), page * _PAGE_TOKENS, position_at, rows,
+            group, window, queries, scores, state, out,
         )  # fmt: skip
-        page += _STEP_PAGES
-    for q in range(rows * group):
-        target = job.attended + (first_row + q // group) * job.attended_stride + (first_head + q % group) * row_bytes
-        total = splat(load_f32(state + 8 * q + 4))
-        for d in range(0, row_bytes, 32):
-            store8(target + d, div(load8(out + q * row_bytes + d), total))
+        page += STEP_PAGES
+        if page % _SEGMENT_PAGES == 0 or page > last_page:
+            for q in range(rows * group):
+                merge_sums(total + q * row_bytes, total_state + 8 * q, out + q * row_bytes, state + 8 * q, row_bytes)
+            clear_sums(out, state, rows * group, row_bytes)
 
 
 @njit(nogil=True, cache=True)
-def attention(job, layer_index, window, phase, scratch):
-    """One phase: all rows of the batch, all heads. Items are a block and some of its heads.
+def _attend_whole(job, layer_index, window, phase, scratch):
+    """Items are a block and some of its heads, over all pages.
 
     With few blocks the heads are cut into as many parts as there are threads, else into the kv heads.
     """
+    row_bytes = 4 * job.head_dim
+    total = scratch + _total_offset(job)
+    total_state = total + job.block_queries * row_bytes
     parts = job.kv_heads
     if job.num_blocks * job.kv_heads < 4 * job.threads:
         parts = min(job.heads, job.threads)
     group = job.heads // job.kv_heads
-    total = job.num_blocks * parts
+    items = job.num_blocks * parts
     item = take(phase, 1)
-    while item < total:
+    while item < items:
         # The last blocks see the most pages: they go first, so that no thread is left alone with a long one.
         block = job.blocks + 8 * (job.num_blocks - 1 - item // parts)
-        first_row = load_i32(block)
-        rows = load_i32(block + 4)
+        first_row, rows = load_i32(block), load_i32(block + 4)
         head, stop = job.heads * (item % parts) // parts, job.heads * (item % parts + 1) // parts
         while head < stop:
             next_head = min(stop, (head // group + 1) * group)
-            _attend(job, layer_index, window, first_row, rows, head, next_head - head, scratch)
+            count = next_head - head
+            _attend(job, layer_index, window, block, head, count, _NONE, _ALL_PAGES, total, scratch)
+            for q in range(rows * count):
+                row = job.attended + (first_row + q // count) * job.attended_stride
+                target = row + (head + q % count) * row_bytes
+                divide_sums(total + q * row_bytes, total_state + 8 * q, target, row_bytes)
             head = next_head
         finish(phase, 1)
         item = take(phase, 1)
-    wait_for(phase, total)
+    wait_for(phase, items)
+
+
+@njit(nogil=True, cache=True)
+def _attend_segments(job, layer_index, window, phase, scratch):
+    """Items are a block, a kv head and a segment; then, in a second phase, a block and a query head: its segments are
+    put together."""
+    group, row_bytes = job.heads // job.kv_heads, 4 * job.head_dim
+    sums_bytes = job.block_queries * (row_bytes + STATE_BYTES)
+    parts = job.num_blocks * job.kv_heads
+    items = parts * job.segments
+    item = take(phase, 1)
+    while item < items:  # neighbours take neighbouring kv heads of the same pages
+        segment, part = item // parts, item % parts
+        block, kv_head = job.blocks + 8 * (part // job.kv_heads), part % job.kv_heads
+        first_page = segment * _SEGMENT_PAGES
+        _attend(
+            job, layer_index, window, block, kv_head * group, group, first_page, first_page + _SEGMENT_PAGES,
+            job.sums + item * sums_bytes, scratch,
+        )  # fmt: skip
+        finish(phase, 1)
+        item = take(phase, 1)
+    wait_for(phase, items)
+    phase += PHASE_BYTES
+    total, total_state = scratch, scratch + row_bytes
+    items = job.num_blocks * job.heads
+    item = take(phase, 1)
+    while item < items:
+        index, head = item // job.heads, item % job.heads
+        first_row, rows = load_i32(job.blocks + 8 * index), load_i32(job.blocks + 8 * index + 4)
+        part = index * job.kv_heads + head // group
+        for row in range(rows):
+            q = row * group + head % group
+            clear_sums(total, total_state, 1, row_bytes)
+            for segment in range(job.segments):
+                sums = job.sums + (segment * parts + part) * sums_bytes
+                merge_sums(
+                    total, total_state, sums + q * row_bytes, sums + job.block_queries * row_bytes + 8 * q, row_bytes
+                )
+            divide_sums(
+                total, total_state, job.attended + (first_row + row) * job.attended_stride + head * row_bytes, row_bytes
+            )
+        finish(phase, 1)
+        item = take(phase, 1)
+    wait_for(phase, items)
+
+
+@njit(nogil=True, cache=True)
+def attention(job, layer_index, window, phase, scratch):
+    """All rows of the batch, all heads: `ATTENTION_PHASES` phases, of which whole sequences take one."""
+    if job.segments > 1:
+        _attend_segments(job, layer_index, window, phase, scratch)
+    else:
+        _attend_whole(job, layer_index, window, phase, scratch)

@@ -1,11 +1,14 @@
-"""The whole forward pass as one launch: a list of phases that every thread of the team walks through."""
+"""A forward pass, or a part of one, as one launch: a list of phases that every thread of the team walks through.
+
+A pass has *stages*: stage 0 embeds the rows, stage 1 + i is layer i, the last one is the final norm and the head.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
 
-from tierd.kernels.cpu.attention import attention
+from tierd.kernels.cpu.attention import ATTENTION_PHASES, attention
 from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, matmul
 from tierd.kernels.cpu.ops import activate, embed, norm, norm_logit_rows, rotate_and_write
 from tierd.kernels.cpu.team import PHASE_BYTES, await_launch, close_launch, enter, leave, open_launch
@@ -34,33 +37,39 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("residual", "residual_stride", "normed", "qkv", "qkv_stride")]
     + [(name, np.int64) for name in ("attended", "attended_stride", "gate_up", "gate_up_stride")]
     + [(name, np.int64) for name in ("activated", "activated_stride", "product", "product_stride")]
-    + [(name, np.int64) for name in ("phases", "scratch", "scratch_stride", "tile")]
+    + [(name, np.int64) for name in ("phases", "scratch", "scratch_stride", "tile", "sums")]
     # each launch
-    + [(name, np.int64) for name in ("rows", "tokens", "positions", "row_seq", "page_table", "page_offsets")]
-    + [(name, np.int64) for name in ("arena", "record_bytes", "blocks", "num_blocks")]
+    + [(name, np.int64) for name in ("first_stage", "stop_stage", "rows", "tokens", "positions", "row_seq")]
+    + [(name, np.int64) for name in ("pages", "page_offsets", "blocks", "num_blocks", "segments")]
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
 )
 
-PHASES_PER_LAYER = 9
+PHASES_PER_LAYER = 8 + ATTENTION_PHASES
 _PHASES_AROUND = 3
 
 
+def num_stages(num_layers: int) -> int:
+    """Stages of a whole pass."""
+    return num_layers + 2
+
+
 def num_phases(num_layers: int) -> int:
-    """Phases of a launch: the embedding, those of the layers, the final norm, the head."""
+    """Phases of a whole pass: the embedding, those of the layers, the final norm, the head."""
     return PHASES_PER_LAYER * num_layers + _PHASES_AROUND
 
 
 @njit(nogil=True, cache=True)
 def _run(job, layers, worker):
-    """One thread's way through the launch."""
+    """One thread's way through the stages of the launch."""
     rows, threads = job.rows, job.threads
     scratch = job.scratch + worker * job.scratch_stride
     tile = scratch + job.tile
     residual, residual_stride = job.residual, job.residual_stride
     phase = job.phases
-    embed(job, phase)
-    phase += PHASE_BYTES
-    for index in range(job.num_layers):
+    if job.first_stage == 0:
+        embed(job, phase)
+        phase += PHASE_BYTES
+    for index in range(max(job.first_stage - 1, 0), min(job.stop_stage - 1, job.num_layers)):
         layer = layers[index]
         norm(job, layer.attn_norm, phase)
         matmul(
@@ -69,26 +78,28 @@ def _run(job, layers, worker):
         )  # fmt: skip
         rotate_and_write(job, index, layer.q_norm, layer.k_norm, phase + 2 * PHASE_BYTES)
         attention(job, index, layer.window, phase + 3 * PHASE_BYTES, scratch)
+        after = phase + (3 + ATTENTION_PHASES) * PHASE_BYTES
         matmul(
             layer.o, job.attended, job.attended_stride, job.product, job.product_stride, residual, residual_stride,
-            rows, phase + 4 * PHASE_BYTES, threads, tile,
+            rows, after, threads, tile,
         )  # fmt: skip
-        norm(job, layer.mlp_norm, phase + 5 * PHASE_BYTES)
+        norm(job, layer.mlp_norm, after + PHASE_BYTES)
         matmul(
             layer.gate_up, job.normed, residual_stride, job.gate_up, job.gate_up_stride, NO_RESIDUAL, NO_RESIDUAL,
-            rows, phase + 6 * PHASE_BYTES, threads, tile,
+            rows, after + 2 * PHASE_BYTES, threads, tile,
         )  # fmt: skip
-        activate(job, phase + 7 * PHASE_BYTES)
+        activate(job, after + 3 * PHASE_BYTES)
         matmul(
             layer.down, job.activated, job.activated_stride, job.product, job.product_stride, residual,
-            residual_stride, rows, phase + 8 * PHASE_BYTES, threads, tile,
+            residual_stride, rows, after + 4 * PHASE_BYTES, threads, tile,
         )  # fmt: skip
         phase += PHASES_PER_LAYER * PHASE_BYTES
-    norm_logit_rows(job, phase)
-    matmul(
-        job.head, job.normed, residual_stride, job.logits, job.logits_stride, NO_RESIDUAL, NO_RESIDUAL,
-        job.num_logits, phase + PHASE_BYTES, threads, tile,
-    )  # fmt: skip
+    if job.stop_stage > job.num_layers + 1:
+        norm_logit_rows(job, phase)
+        matmul(
+            job.head, job.normed, residual_stride, job.logits, job.logits_stride, NO_RESIDUAL, NO_RESIDUAL,
+            job.num_logits, phase + PHASE_BYTES, threads, tile,
+        )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)

@@ -12,7 +12,18 @@ import numpy as np
 from numba import njit
 
 from tierd.kernels.cpu.microkernel import FORMAT_CODES, dequantize, direct, tile_product
-from tierd.kernels.cpu.simd import add, load8, load_bf16, load_f32, load_fp16, load_i8, load_u32, store8, store_f32
+from tierd.kernels.cpu.simd import (
+    add,
+    load8,
+    load_bf16,
+    load_f32,
+    load_fp16,
+    load_i8,
+    load_u32,
+    prefetch,
+    store8,
+    store_f32,
+)
 from tierd.kernels.cpu.team import finish, take, wait_for
 from tierd.kernels.packing import GROUP_COLS, PANEL_ROWS, PackedMatrix, WeightFormat, panels, sections
 
@@ -84,6 +95,20 @@ def _column_bytes(format):
 
 
 @njit(nogil=True, cache=True)
+def _prefetch_tile(m, panel, k, cols):
+    """Asks for `cols` columns of a panel from column k on: the hardware follows no pieces of 2 KB."""
+    column_bytes = _column_bytes(m.format)
+    quants = m.quants + panel * m.panel_bytes + k * column_bytes
+    for i in range(0, cols * column_bytes, 64):
+        prefetch(quants + i)
+    if m.format != _INT8:  # two bytes of scales for 32 columns of 16 rows are one byte a column
+        offset = panel * m.scale_panel_bytes + k
+        for i in range(0, min(cols, m.scale_panel_bytes), 64):
+            prefetch(m.scales + offset + i)
+            prefetch(m.minimums + offset + i)
+
+
+@njit(nogil=True, cache=True)
 def _block_panels(m, x, x_stride, y, y_stride, rows, first, stop, tile):
     """Panels first..stop for a block of rows."""
     column_bytes = _column_bytes(m.format)
@@ -93,6 +118,10 @@ def _block_panels(m, x, x_stride, y, y_stride, rows, first, stop, tile):
         scale_offset = 0 if m.format == _INT8 else k // GROUP_COLS * 32
         for p in range(first, stop):
             scale_at = p * m.scale_panel_bytes + scale_offset
+            if p + 1 < stop:
+                _prefetch_tile(m, p + 1, k, cols)
+            elif k + cols < m.cols:
+                _prefetch_tile(m, first, k + cols, min(TILE_COLS, m.cols - k - cols))
             dequantize(
                 m.format, m.quants + p * m.panel_bytes + k * column_bytes, m.scales + scale_at,
                 m.minimums + scale_at, cols, tile,
@@ -129,7 +158,8 @@ def matmul(m, x, x_stride, y, y_stride, residual, residual_stride, rows, phase, 
     """
     if rows <= _DIRECT_ROWS:
         total = m.panels
-        count = max(1, min(_ITEM_PANELS, total // (8 * threads)))
+        # Pairs of panels go through the kernel together: an item of an odd number would leave one alone.
+        count = max(2, min(_ITEM_PANELS, total // (8 * threads)) // 2 * 2)
         first = take(phase, count)
         while first < total and rows > 0:
             stop = min(first + count, total)

@@ -297,8 +297,9 @@ def dequantize(format, quants, scales, minimums, cols, tile):
     _dequantize(format, quants, scales, minimums, cols, tile)
 
 
-def _emit_tile(b, num_rows, tiles, tile_stride, x, x_stride, ys, y_stride, cols, accumulate):
-    """`num_rows` rows of x through one or two tiles; `ys` names the sums of each."""
+def _emit_tile(b, num_rows, tiles, tile_stride, x, x_stride, ys, y_stride, cols, accumulate, ahead=()):
+    """`num_rows` rows of x through one or two tiles; `ys` names the sums of each. With `ahead`, what lies so many bytes
+    from each vector of a tile is prefetched."""
     rows = [b.add(x, b.mul(_int(r), x_stride)) for r in range(num_rows)]
     outs = [
         b.add(b.add(y, b.mul(_int(r), y_stride)), _int(32 * half))
@@ -321,7 +322,10 @@ def _emit_tile(b, num_rows, tiles, tile_stride, x, x_stride, ys, y_stride, cols,
     def step(k, state):
         updated = []
         for i, tile in enumerate(tiles):
-            weights = _halves(b, b.add(tile, b.mul(k, tile_stride)), 4, _load_fp32)
+            at = b.add(tile, b.mul(k, tile_stride))
+            if ahead:
+                emit_prefetch(b, b.add(at, ahead[i]), 2)
+            weights = _halves(b, at, 4, _load_fp32)
             updated += _emit_product(b, rows, k, weights, state[2 * num_rows * i : 2 * num_rows * (i + 1)])
             if len(tiles) > 1:
                 emit_fence(b)  # else 12 sums, 4 weights and 3 values of x want 19 of 16 registers
@@ -346,17 +350,21 @@ def _tile_rows(typingctx, num_rows, tile, tile_stride, x, x_stride, y, y_stride,
 
 
 @intrinsic
-def _pair_rows(typingctx, num_rows, tile0, tile1, tile_stride, x, x_stride, y0, y1, y_stride, cols, accumulate):
+def _pair_rows(
+    typingctx, num_rows, tile0, tile1, tile_stride, x, x_stride, y0, y1, y_stride, cols, accumulate, ahead0, ahead1
+):  # fmt: skip
     def codegen(ctx, b, sig, args):
-        num_rows, tile0, tile1, tile_stride, x, x_stride, y0, y1, *rest = args
+        num_rows, tile0, tile1, tile_stride, x, x_stride, y0, y1, y_stride, cols, accumulate, *ahead = args
         cases = {
-            r: lambda r=r: _emit_tile(b, r, [tile0, tile1], tile_stride, x, x_stride, [y0, y1], *rest)
+            r: lambda r=r: _emit_tile(
+                b, r, [tile0, tile1], tile_stride, x, x_stride, [y0, y1], y_stride, cols, accumulate, ahead
+            )
             for r in range(1, PAIR_ROWS + 1)
         }
         _switch(b, num_rows, cases)
         return ctx.get_dummy_value()
 
-    return types.none(*[types.int64] * 11), codegen
+    return types.none(*[types.int64] * 13), codegen
 
 
 @njit(nogil=True, cache=True)
@@ -377,10 +385,16 @@ def tile_product(tile, tile_stride, x, x_stride, y, y_stride, cols, rows, accumu
 
 
 @njit(nogil=True, cache=True)
-def tile_pair_product(tile0, tile1, tile_stride, x, x_stride, y0, y1, y_stride, cols, rows, accumulate):
-    """Two tiles with sums y0 and y1. Up to 3 rows take them at once: 4 sums or less would wait for each other."""
+def tile_pair_product(
+    tile0, tile1, tile_stride, x, x_stride, y0, y1, y_stride, cols, rows, accumulate, ahead0, ahead1
+):  # fmt: skip
+    """Two tiles with sums y0 and y1. Up to 3 rows take them at once: 4 sums or less would wait for each other.
+
+    These few rows wait for memory: on the way they prefetch two more tiles, which lie `ahead0` and `ahead1` bytes from
+    these (0 for none).
+    """
     if rows <= PAIR_ROWS:
-        _pair_rows(rows, tile0, tile1, tile_stride, x, x_stride, y0, y1, y_stride, cols, accumulate)
+        _pair_rows(rows, tile0, tile1, tile_stride, x, x_stride, y0, y1, y_stride, cols, accumulate, ahead0, ahead1)
     else:
         tile_product(tile0, tile_stride, x, x_stride, y0, y_stride, cols, rows, accumulate)
         tile_product(tile1, tile_stride, x, x_stride, y1, y_stride, cols, rows, accumulate)

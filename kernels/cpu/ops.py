@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from tierd.kernels.cpu.attention import PAGE_FORMAT_CODES
+from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
 from tierd.kernels.cpu.matmul import gather_row
 from tierd.kernels.cpu.simd import (
     add,
@@ -14,6 +14,7 @@ from tierd.kernels.cpu.simd import (
     fma,
     load8,
     load_i32,
+    load_i64,
     mul,
     scatter8,
     scatter8_bf16,
@@ -127,9 +128,8 @@ def rotate_and_write(job, layer_index, q_norm, k_norm, phase):
             if q_norm != 0:
                 _norm_row(at, q_norm, job.head_dim, job.head_dim, job.norm_eps, at)
             _rotate(at, cos, sin, job.head_dim, job.query_scale)
-        table = job.page_table + 4 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * row))
-        slot = load_i32(table + 4 * (position // _PAGE_TOKENS))
-        page = job.arena + slot * job.record_bytes + layer_index * job.layer_bytes
+        table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * row))
+        page = load_i64(table + 8 * (position // _PAGE_TOKENS)) + layer_index * job.layer_bytes
         for head in range(job.kv_heads):
             at = keys + head * head_bytes
             if k_norm != 0:

@@ -180,6 +180,7 @@ def _scalar_load(numba_type, llvm_type, align):
 load_f32 = _scalar_load(types.float32, F32, 4)
 load_u32 = _scalar_load(types.uint32, I32, 4)
 load_i8 = _scalar_load(types.int8, I8, 1)
+load_i64 = _scalar_load(types.int64, I64, 8)
 
 
 @intrinsic

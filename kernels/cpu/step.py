@@ -1,7 +1,8 @@
 """The decoder on the CPU: weights, scratch and threads of one model, and its forward pass over pages.
 
-The pass takes decode and prefill rows mixed. A row's logits, keys and values are the same bits whatever else is in
-the batch, however a prompt is cut into chunks, and on any number of threads.
+The pass takes decode and prefill rows mixed, and pages wherever they lie: it is given their addresses. A row's logits,
+keys and values are the same bits whatever else is in the batch, wherever its pages are, however a prompt is cut into
+chunks, and on any number of threads.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ import numpy as np
 from numba import from_dtype, types
 from numpy.typing import NDArray
 
-from tierd.kernels.cpu.attention import PAGE_FORMAT_CODES, attention, max_block_queries, scratch_bytes
-from tierd.kernels.cpu.batch import Batch, check_batch, row_blocks
-from tierd.kernels.cpu.forward import JOB, LAYER, num_phases, work
+from tierd.kernels.cpu.attention import (
+    SEGMENT_TOKENS,
+    attention,
+    max_block_queries,
+    scratch_bytes,
+    sums_bytes,
+)
+from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
+from tierd.kernels.cpu.batch import Addresses, Batch, Ints, Memory, check_batch, check_pages, row_blocks
+from tierd.kernels.cpu.forward import JOB, LAYER, num_phases, num_stages, work
 from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, describe_matrix, matmul
 from tierd.kernels.cpu.microkernel import direct
 from tierd.kernels.cpu.team import PHASE_WORDS, Team
@@ -26,7 +34,6 @@ from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.packing import PANEL_ROWS, PackedMatrix, WeightFormat, pack
 
 Floats = NDArray[np.float32]
-Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,14 @@ class LayerWeights:
     down_bias: Floats | None = None
 
 
+@dataclass(slots=True)
+class _OpenPass:
+    """A pass between `start` and `finish`; keeps alive what the job names."""
+
+    batch: Batch
+    next_layer: int = 0
+
+
 class CpuDecoder:
     """A decoder whose weights, scratch and threads are ready. `max_rows` bounds the rows, and the logits, of a pass.
 
@@ -110,6 +125,7 @@ class CpuDecoder:
         if cos.ndim != 2 or sin.shape != cos.shape or cos.shape[1] != shape.head_dim // 2 or not len(cos):
             raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
         self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
+        self._open: _OpenPass | None = None
         self._kept: list[object] = []  # what the records hold addresses of
         self._jobs = np.zeros(1, JOB)
         self._job: Any = self._jobs[0]
@@ -124,44 +140,72 @@ class CpuDecoder:
 
     def forward(
         self,
-        arena: NDArray[np.uint8],
+        memories: Sequence[Memory],
         tokens: Ints,
         positions: Ints,
         row_seq: Ints,
-        page_table: Ints,
+        pages: Addresses,
         page_offsets: Ints,
         logit_rows: Ints,
     ) -> Floats:
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
-        `arena` [slots, record_bytes] holds the pages. Row t is token `tokens[t]` at `positions[t]` of sequence
-        `row_seq[t]`, whose pages are `page_table[page_offsets[s]:page_offsets[s + 1]]` (slots of the arena). It sees
-        the tokens 0..positions[t] of its sequence, within the layer's window. The rows of a sequence are adjacent and
-        ascending. All index arrays are int32. Raises ValueError, before any memory is touched, for what doesn't fit.
+        Row t is token `tokens[t]` at `positions[t]` of sequence `row_seq[t]`, whose pages are
+        `pages[page_offsets[s]:page_offsets[s + 1]]`: int64 addresses of records, each of them whole within one of the
+        `memories` (writable uint8 arrays of any shape). It sees the tokens 0..positions[t] of its sequence, within the
+        layer's window. The rows of a sequence are adjacent and ascending. The other index arrays are int32. Raises
+        ValueError, before any memory is touched, for what doesn't fit. Drops a pass by layers that is not finished.
         """
-        if not self._team.close.alive:
-            raise ValueError("the decoder is closed")
-        batch = Batch(tokens, positions, row_seq, page_table, page_offsets, logit_rows)
-        if arena.ndim != 2 or arena.dtype != np.uint8 or not arena.flags.c_contiguous or not arena.flags.writeable:
-            raise ValueError(f"the arena must be a writable uint8 matrix, got {arena.dtype} {arena.shape}")
-        if arena.shape[1] < self.layout.payload_bytes:
-            raise ValueError(f"a record needs {self.layout.payload_bytes} bytes, the arena has {arena.shape[1]}")
-        check_batch(batch, len(arena), self.shape.vocab, self.context, self.max_rows)
-        job = self._job
-        blocks = row_blocks(batch, int(job["block_queries"]) * self.shape.kv_heads // self.shape.heads)
-        logits = np.empty((len(logit_rows), _padded(self.shape.vocab)), np.float32)
-        for name in ("tokens", "positions", "row_seq", "page_table", "page_offsets", "logit_rows"):
-            job[name] = getattr(batch, name).ctypes.data
-        job["rows"], job["num_logits"], job["num_blocks"] = len(tokens), len(logit_rows), len(blocks)
-        job["blocks"] = blocks.ctypes.data
-        job["arena"], job["record_bytes"] = arena.ctypes.data, arena.shape[1]
-        job["logits"], job["logits_stride"] = logits.ctypes.data, logits.strides[0]
-        self._phases[:] = 0
-        work(self._jobs, self._layers, self._team.address, 0)
+        batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
+        self._check(batch)
+        check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))
+        self._open = None
+        self._describe(batch)
+        logits = self._new_logits(len(logit_rows))
+        self._job["pages"] = pages.ctypes.data
+        self._launch(range(num_stages(self.shape.num_layers)))
+        return logits[:, : self.shape.vocab]
+
+    def start(self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints) -> None:
+        """Opens a pass that is computed layer by layer: embeds the rows. Arguments and errors as for `forward`.
+
+        The pass goes on with `layer` for every layer in turn and ends with `finish`: the bits of `forward`. Any earlier
+        pass that is not finished is dropped.
+        """
+        batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
+        self._check(batch)
+        batch = Batch(*(array.copy() for array in batch))  # what was checked must not change until `finish`
+        self._describe(batch)
+        self._open = _OpenPass(batch)
+        self._launch(range(1))
+
+    def layer(self, index: int, memories: Sequence[Memory], pages: Addresses) -> None:
+        """Computes layer `index` of the open pass.
+
+        The layer's slice of page i lies at `pages[i] + index * layout.layer_bytes`, within one of the memories: pages
+        may lie elsewhere in every layer, and the rest of a record need not be there. Raises ValueError, before any
+        memory is touched, without an open pass, for any layer but the next one and for pages that don't fit.
+        """
+        opened = self._opened()
+        if index != opened.next_layer or index >= self.shape.num_layers:
+            raise ValueError(f"layer {index} of {self.shape.num_layers} after {opened.next_layer} layers")
+        check_pages(pages, opened.batch.page_offsets, memories, self.layout, range(index, index + 1))
+        opened.next_layer += 1
+        self._job["pages"] = pages.ctypes.data
+        self._launch(range(1 + index, 2 + index))
+
+    def finish(self) -> Floats:
+        """Closes the open pass: logits [len(logit_rows), vocab]. Raises ValueError before its last layer is done."""
+        opened, num_layers = self._opened(), self.shape.num_layers
+        if opened.next_layer != num_layers:
+            raise ValueError(f"the open pass has {opened.next_layer} of {num_layers} layers")
+        logits = self._new_logits(len(opened.batch.logit_rows))
+        self._launch(range(num_layers + 1, num_layers + 2))
+        self._open = None
         return logits[:, : self.shape.vocab]
 
     def close(self) -> None:
-        """Stops the threads. Afterwards `forward` raises ValueError; closing again does nothing."""
+        """Stops the threads. Afterwards every pass raises ValueError; closing again does nothing."""
         self._team.close()
 
     def __enter__(self) -> Self:
@@ -187,6 +231,41 @@ class CpuDecoder:
             stage()
         progress(len(stages), len(stages))
 
+    def _check(self, batch: Batch) -> None:
+        if not self._team.close.alive:
+            raise ValueError("the decoder is closed")
+        check_batch(batch, self.shape.vocab, self.context, self.max_rows)
+
+    def _opened(self) -> _OpenPass:
+        if not self._team.close.alive:
+            raise ValueError("the decoder is closed")
+        if self._open is None:
+            raise ValueError("no pass is open: start one first")
+        return self._open
+
+    def _describe(self, batch: Batch) -> None:
+        """Names the rows in the job. The caller keeps the batch alive."""
+        job = self._job
+        for name in Batch._fields:
+            job[name] = getattr(batch, name).ctypes.data
+        self._blocks = row_blocks(batch, int(job["block_queries"]) * self.shape.kv_heads // self.shape.heads)
+        job["blocks"], job["num_blocks"] = self._blocks.ctypes.data, len(self._blocks)
+        parts = len(self._blocks) * self.shape.kv_heads
+        shared = parts < self._shared_parts
+        job["segments"] = int(batch.positions.max()) // SEGMENT_TOKENS + 1 if shared else 1
+        job["rows"], job["num_logits"] = len(batch.tokens), len(batch.logit_rows)
+
+    def _new_logits(self, count: int) -> Floats:
+        """Room for `count` rows of logits, padded to whole panels; the job names it."""
+        logits = np.empty((count, _padded(self.shape.vocab)), np.float32)
+        self._job["logits"], self._job["logits_stride"] = logits.ctypes.data, logits.strides[0]
+        return logits
+
+    def _launch(self, stages: range) -> None:
+        self._job["first_stage"], self._job["stop_stage"] = stages.start, stages.stop
+        self._phases[:] = 0
+        work(self._jobs, self._layers, self._team.address, 0)
+
     def _keep(self, array: NDArray[Any]) -> int:
         """Keeps the array alive as long as the decoder; its address."""
         self._kept.append(array)
@@ -198,7 +277,7 @@ class CpuDecoder:
             job[name] = getattr(shape, name)
         job["hidden_padded"] = _padded(shape.hidden)
         job["page_format"] = PAGE_FORMAT_CODES[layout.format]
-        job["layer_bytes"] = layout.layer_elements * layout.element_bytes
+        job["layer_bytes"] = layout.layer_bytes
         job["head_bytes"] = layout.head_elements * layout.element_bytes
         job["plane_bytes"] = layout.plane_elements * layout.element_bytes
         job["query_scale"] = 1 / math.sqrt(shape.head_dim)
@@ -263,6 +342,11 @@ class CpuDecoder:
         job["tile"] = -(-scratch_bytes(shape.head_dim, group) // 64) * 64
         job["scratch_stride"] = job["tile"] + TILE_BYTES
         job["scratch"] = self._aligned(threads * int(job["scratch_stride"]))
+        # Few blocks are shared among the threads by segments, each with sums of its own. (Only what is used of this
+        # memory becomes real.)
+        self._shared_parts = 4 * threads
+        segments = -(-self.context // SEGMENT_TOKENS)
+        job["sums"] = self._aligned(self._shared_parts * segments * sums_bytes(shape.head_dim, group))
         self._phases = np.zeros(num_phases(shape.num_layers) * PHASE_WORDS + 8, np.int64)
         job["phases"] = -(-self._phases.ctypes.data // 64) * 64
 
@@ -296,6 +380,7 @@ def _tiny_pass() -> None:
     layout = PageLayout(1, 1, 16)
     table = np.zeros((1, 8), np.float32)
     zero = np.zeros(1, np.int32)
-    arena = np.zeros((1, layout.record_bytes), np.uint8)
+    arena = np.zeros(layout.record_bytes, np.uint8)
+    pages = np.array([arena.ctypes.data], np.int64)
     with CpuDecoder(shape, [layer], matrix(16), ones, matrix(16), layout, table, table, 1, 1) as decoder:
-        decoder.forward(arena, zero, zero, zero, zero, np.array([0, 1], np.int32), zero)
+        decoder.forward([arena], zero, zero, zero, pages, np.array([0, 1], np.int32), zero)

@@ -60,8 +60,9 @@ class Subject:
     def __init__(self, weights: Weights, spec: ModelSpec, page_format: str, threads: int) -> None:
         layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, page_format)
         cos, sin = tables(frequencies(spec, spec.context), spec.context)
-        self.pages = WINDOW_TOKENS * 2 // PAGE_TOKENS
-        self._arena = np.zeros((self.pages, layout.record_bytes), np.uint8)
+        count = WINDOW_TOKENS * 2 // PAGE_TOKENS
+        self._arena = np.zeros((count, layout.record_bytes), np.uint8)
+        self._pages = self._arena.ctypes.data + np.arange(count) * layout.record_bytes
         self.decoder = CpuDecoder(
             weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head,
             layout, cos, sin, 512, threads,
@@ -70,8 +71,8 @@ class Subject:
     def run(self, tokens: Ints, start: int, logits: bool = False) -> NDArray[np.float32]:
         rows = len(tokens)
         return self.decoder.forward(
-            self._arena, tokens, np.arange(start, start + rows, dtype=np.int32), np.zeros(rows, np.int32),
-            np.arange(self.pages, dtype=np.int32), np.array([0, self.pages], np.int32),
+            [self._arena], tokens, np.arange(start, start + rows, dtype=np.int32), np.zeros(rows, np.int32),
+            self._pages, np.array([0, len(self._pages)], np.int32),
             np.arange(0 if logits else rows - 1, rows, dtype=np.int32),
         )
 

@@ -190,3 +190,15 @@ async def test_a_message_that_is_too_large(client: AsyncClient) -> None:
     with pytest.raises(ProtocolError):
         await collect(client, "x" * (17 << 20))
     assert await client.call("ps") == {"engines": []}
+
+
+async def test_prefixes_and_sizes(client: AsyncClient, front: FakeFront) -> None:
+    front.answers["prefix"] = {"model": "m", "prefixes": [{"id": "ab"}], "total": 1, "pages": 4}
+    front.answers["resize"] = {"model": "m", "device_bytes": 5}
+    assert await client.prefixes(limit=7) == [{"id": "ab"}]
+    assert front.requests[-1].args == {"action": "ls", "model": None, "limit": 7}
+    for verb, call in (("pin", client.pin), ("unpin", client.unpin), ("drop", client.drop)):
+        assert await call("abcd", model="m") == 4
+        assert front.requests[-1].args == {"action": verb, "model": "m", "id": "abcd"}
+    assert await client.resize(device_bytes=5, timeout_s=2.0) == {"model": "m", "device_bytes": 5}
+    assert front.requests[-1].args == {"model": None, "timeout_s": 2.0, "device_bytes": 5, "host_bytes": None}

@@ -215,3 +215,15 @@ def test_two_clients_in_two_threads(front: FakeFront) -> None:
     for thread in threads:
         thread.join()
     assert sorted(texts) == ["a a ", "b b "]
+
+
+def test_prefixes_and_sizes(client: Client, front: FakeFront) -> None:
+    front.answers["prefix"] = {"model": "m", "prefixes": [{"id": "ab"}], "total": 1, "pages": 4}
+    front.answers["resize"] = {"model": "m", "device_bytes": 5}
+    assert client.prefixes(limit=7) == [{"id": "ab"}]
+    assert front.requests[-1].args == {"action": "ls", "model": None, "limit": 7}
+    for verb, call in (("pin", client.pin), ("unpin", client.unpin), ("drop", client.drop)):
+        assert call("abcd", model="m") == 4
+        assert front.requests[-1].args == {"action": verb, "model": "m", "id": "abcd"}
+    assert client.resize(device_bytes=5, timeout_s=2.0) == {"model": "m", "device_bytes": 5}
+    assert front.requests[-1].args == {"model": None, "timeout_s": 2.0, "device_bytes": 5, "host_bytes": None}

@@ -120,6 +120,8 @@ class Fake:
                 self.send(request.id, "result", left=0)
             case "cache":
                 self.send(request.id, "result", action=request.args["action"], problems=[])
+            case "prefix" | "resize":
+                self.send(request.id, "result", args=request.args)
             case "stop":
                 self.send(request.id, "result")
                 await self.writer.drain()

@@ -47,6 +47,15 @@ def test_status_shows_notices(cli: Cli) -> None:
     assert "notice   the disk tier is off: no space\n" in said and "does not answer" not in said
 
 
+def test_status_tells_what_was_written(cli: Cli) -> None:
+    writes = {"today_bytes": 5_000_000, "daily_bytes": 200_000_000_000, "bytes_per_token": 46080.0}
+    engine = {"model": "alpha", "state": "ready", "tiers": {"host": None}, "writes": writes}
+    with cli.front() as front:
+        front.answers["status"] = {**STATUS, "engines": [engine]}
+        said = cli("status").out
+    assert "written  5.0 MB of 200 GB today, 46.1 kB for a token kept (alpha)\n" in said
+
+
 def test_status_tells_of_a_silent_engine(cli: Cli) -> None:
     with cli.front() as front:
         for state, silent in (("ready", True), ("starting", False)):

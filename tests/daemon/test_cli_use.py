@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_rig import Cli
 
-from tierd.daemon.errors import ModelNotFound
+from tierd.daemon.errors import ModelNotFound, OutOfSpace
 
 
 @pytest.fixture
@@ -26,8 +26,45 @@ def test_ps(cli: Cli) -> None:
         front.answers["ps"] = {"engines": [ENGINE]}
         table = cli("ps").out.splitlines()
         assert cli("ps", "--json").json == {"engines": [ENGINE]}
-    assert table[0].split() == ["MODEL", "STATE", "PID", "MEMORY", "RUNNING", "WAITING", "UNLOADS", "IN"]
-    assert table[1].split() == ["alpha", "ready", "7", "1.5", "GB", "2", "0", "15m"]
+    assert table[0].split() == [
+        "MODEL", "STATE", "PID", "MEMORY", "RUNNING", "WAITING", "WRITTEN", "TODAY", "UNLOADS", "IN",
+    ]  # fmt: skip
+    assert table[1].split() == ["alpha", "ready", "7", "1.5", "GB", "2", "0", "-", "15m"]
+
+
+def test_ps_tells_what_was_written(cli: Cli) -> None:
+    writes = {"today_bytes": 1_200_000_000, "daily_bytes": 200_000_000_000}
+    with cli.front() as front:
+        front.answers["ps"] = {"engines": [{**ENGINE, "writes": writes}]}
+        assert "1.2 GB of 200 GB" in cli("ps").out
+        front.answers["ps"] = {"engines": [{**ENGINE, "writes": {**writes, "daily_bytes": 0}}]}
+        assert "1.2 GB   " in cli("ps").out
+
+
+def test_resize(cli: Cli) -> None:
+    with cli.front() as front:
+        front.answers["resize"] = {"model": "alpha", "device_bytes": 6_000_000_000, "host_bytes": 0}
+        said = cli("resize", "--device-mem", "6GB", "--host-mem", "0", "--timeout", "5")
+        assert said.code == 0 and "alpha: 6.0 GB on the device, 0 B in CPU memory" in said.err
+        assert front.requests[-1].args == {
+            "model": None, "device_bytes": 6_000_000_000, "host_bytes": 0, "timeout_s": 5.0,
+        }  # fmt: skip
+        assert cli("resize", "alpha", "--host-mem", "1MiB", "--json").json["device_bytes"] == 6_000_000_000
+        assert front.requests[-1].args == {"model": "alpha", "host_bytes": 1 << 20, "timeout_s": 30.0}
+
+
+def test_resize_that_is_refused(cli: Cli) -> None:
+    with cli.front() as front:
+        front.answers["resize"] = OutOfSpace("3 pages are fewer than the 9 that running requests need")
+        said = cli("resize", "--device-mem", "1MB")
+    assert said.code == 1 and "fewer than the 9" in said.err
+
+
+@pytest.mark.parametrize("words", [[], ["--device-mem", "much"], ["--device-mem", "auto"], ["--host-mem", "-1"]])
+def test_resize_needs_a_size(cli: Cli, words: list[str]) -> None:
+    with cli.front() as front:
+        assert cli("resize", *words).code == 2
+        assert not front.requests
 
 
 def test_names_from_outside_cannot_move_the_cursor(cli: Cli) -> None:

@@ -30,3 +30,24 @@ async def test_a_near_name_is_suggested(front):
 async def test_stop_keeps_its_time(front):
     await ops.answer(front.service, "stop", {"timeout_s": 30})
     assert front.service.stop_asked.is_set() and front.service.stop_timeout_s == 30
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"action": "sell"}, "one of ls, pin, unpin, drop"), ({"action": "pin"}, "needs an id"),
+        ({"action": "ls", "id": "ab"}, "takes no id"), ({"action": "drop", "id": "ab", "limit": 3}, "belongs to ls"),
+    ],
+)  # fmt: skip
+async def test_prefix_arguments(front, args, words):
+    with pytest.raises(BadRequest, match=words):
+        await ops.answer(front.service, "prefix", args)
+
+
+async def test_prefix_and_resize_reach_the_engine(front):
+    answer = await ops.answer(front.service, "prefix", {"action": "pin", "id": "abcd", "model": "alpha"})
+    assert answer == {"model": "alpha", "args": {"action": "pin", "id": "abcd"}}
+    answer = await ops.answer(front.service, "resize", {"host_bytes": 5})
+    assert answer == {"model": "alpha", "args": {"host_bytes": 5}}
+    with pytest.raises(BadRequest, match="timeout_s"):
+        await ops.answer(front.service, "resize", {"host_bytes": 5, "timeout_s": -1.0})

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from front_harness import make_model, until
 
-from tierd.daemon.errors import BadRequest, Draining, EngineFailed, ModelNotFound, TooBusy
+from tierd.daemon.errors import BadRequest, Draining, EngineFailed, ModelNotFound, NotFound, TooBusy
 from tierd.daemon.protocol import Submit
 from tierd.daemon.service import failure
 
@@ -85,3 +85,23 @@ async def test_live_requests_are_counted(front):
     assert front.service.live == 1 and await front.service.drain(0.05) == 1
     await events.aclose()
     await until(lambda: front.service.live == 0)
+
+
+async def test_prefixes_of_the_model_used_last_or_of_one_that_is_named(front):
+    with pytest.raises(NotFound, match="no model is loaded"):
+        await front.service.prefix(None, {"action": "ls"})
+    assert (await front.service.prefix("alpha", {"action": "ls"})) == {"model": "alpha", "args": {"action": "ls"}}
+    await run(front, Submit("beta", prompt="x"))
+    assert (await front.service.prefix(None, {"action": "ls"}))["model"] == "beta"
+
+
+async def test_only_an_engine_that_runs_has_a_size(front):
+    with pytest.raises(NotFound, match="no model is loaded"):
+        await front.service.resize(None, {"device_bytes": 9})
+    with pytest.raises(NotFound, match="alpha is not loaded"):
+        await front.service.resize("alpha", {"device_bytes": 9})
+    with pytest.raises(ModelNotFound):
+        await front.service.resize("nothing", {"device_bytes": 9})
+    await run(front, Submit("alpha", prompt="x"))
+    answer = await front.service.resize(None, {"device_bytes": 9, "timeout_s": 1.0})
+    assert answer == {"model": "alpha", "args": {"device_bytes": 9, "timeout_s": 1.0}}

@@ -112,7 +112,10 @@ Inputs = dict[str, NDArray[np.int32]]
 
 
 def batch(sequences: list[Sequence], spans: list[tuple[int, int]], every_row: bool = True) -> Inputs:
-    """Inputs of `forward` for the tokens first..stop of each sequence (an empty span leaves it out)."""
+    """Inputs of `forward` (the reference's and the one below) for the tokens first..stop of each sequence.
+
+    An empty span leaves a sequence out.
+    """
     rows = [(s, i) for s, (first, stop) in enumerate(spans) for i in range(first, stop)]
     last = [r for r, (s, i) in enumerate(rows) if i == spans[s][1] - 1]
     columns = {
@@ -124,6 +127,17 @@ def batch(sequences: list[Sequence], spans: list[tuple[int, int]], every_row: bo
         "logit_rows": range(len(rows)) if every_row else last,
     }
     return {name: np.array(values, np.int32) for name, values in columns.items()}
+
+
+def addresses(arena: NDArray[np.uint8], slots: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Where the records in these slots of an arena start."""
+    return arena.ctypes.data + np.asarray(slots, np.int64) * arena.strides[0]
+
+
+def forward(decoder: CpuDecoder, arena: NDArray[np.uint8], inputs: Inputs) -> NDArray[np.float32]:
+    """`CpuDecoder.forward` with all pages in one arena."""
+    rest = {name: array for name, array in inputs.items() if name != "page_table"}
+    return decoder.forward([arena], pages=addresses(arena, inputs["page_table"]), **rest)
 
 
 def random_sequences(rng: np.random.Generator, lengths: list[int], vocab: int) -> tuple[list[Sequence], int]:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tierd.kernels import reference
-from tierd.kernels.cpu.attention import PAGE_FORMAT_CODES, attention, max_block_queries, scratch_bytes
+from tierd.kernels.cpu.attention import (
+    ATTENTION_PHASES,
+    SEGMENT_TOKENS,
+    attention,
+    max_block_queries,
+    scratch_bytes,
+    sums_bytes,
+)
+from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
 from tierd.kernels.cpu.batch import Batch, row_blocks
 from tierd.kernels.cpu.forward import JOB
 from tierd.kernels.cpu.team import PHASE_WORDS
@@ -40,39 +48,42 @@ class Case:
         q = torch.from_numpy(self.queries)
         return reference.attention(q, keys, values, positions, tables, self.window).numpy()
 
-    def run(self, threads: int = 1) -> NDArray[np.float32]:
-        """One thread walks the phase alone; `threads` only says how the items are cut."""
+    def run(self, threads: int = 1, shared: bool = False) -> NDArray[np.float32]:
+        """One thread walks the phases alone; `threads` and `shared` (by segments) only say how the items are cut."""
         layout, (rows, heads, head_dim) = self.layout, self.queries.shape
         batch = Batch(
             np.zeros(rows, np.int32),
             np.array([p for _, p in self.rows], np.int32),
             np.array([s for s, _ in self.rows], np.int32),
-            np.array([slot for table in self.tables for slot in table], np.int32),
             np.cumsum([0] + [len(table) for table in self.tables]).astype(np.int32),
             np.zeros(0, np.int32),
         )
+        slots = np.array([slot for table in self.tables for slot in table])
+        pages = self.arena.ctypes.data + slots * self.arena.shape[1]
         group = heads // layout.kv_heads
         blocks = row_blocks(batch, max_block_queries(head_dim, group) // group)
         scaled = (self.queries * np.float32(1 / np.sqrt(head_dim))).reshape(rows, -1)
         out = np.full_like(scaled, np.nan)
-        phase, scratch = np.zeros(PHASE_WORDS, np.int64), np.zeros(scratch_bytes(head_dim, group), np.uint8)
+        phases = np.zeros(ATTENTION_PHASES * PHASE_WORDS, np.int64)
+        scratch = np.full(scratch_bytes(head_dim, group), 0xFF, np.uint8)
+        segments = int(batch.positions.max()) // SEGMENT_TOKENS + 1 if shared else 1
+        sums = np.full(len(blocks) * layout.kv_heads * segments * sums_bytes(head_dim, group), 0xFF, np.uint8)
         job = np.zeros((), JOB)[()]
         values = {
             "heads": heads, "kv_heads": layout.kv_heads, "head_dim": head_dim, "threads": threads,
             "page_format": PAGE_FORMAT_CODES[layout.format],
-            "layer_bytes": layout.layer_elements * layout.element_bytes,
+            "layer_bytes": layout.layer_bytes,
             "head_bytes": layout.head_elements * layout.element_bytes,
             "plane_bytes": layout.plane_elements * layout.element_bytes,
             "block_queries": max_block_queries(head_dim, group), "qkv": scaled.ctypes.data,
             "qkv_stride": scaled.strides[0], "attended": out.ctypes.data, "attended_stride": out.strides[0],
             "rows": rows, "positions": batch.positions.ctypes.data, "row_seq": batch.row_seq.ctypes.data,
-            "page_table": batch.page_table.ctypes.data, "page_offsets": batch.page_offsets.ctypes.data,
-            "arena": self.arena.ctypes.data, "record_bytes": self.arena.shape[1], "blocks": blocks.ctypes.data,
-            "num_blocks": len(blocks),
+            "pages": pages.ctypes.data, "page_offsets": batch.page_offsets.ctypes.data,
+            "blocks": blocks.ctypes.data, "num_blocks": len(blocks), "segments": segments, "sums": sums.ctypes.data,
         }  # fmt: skip
         for name, value in values.items():
             job[name] = value
-        attention(job, LAYER, self.window, phase.ctypes.data, scratch.ctypes.data)
+        attention(job, LAYER, self.window, phases.ctypes.data, scratch.ctypes.data)
         return out.reshape(rows, heads, head_dim)
 
 
@@ -140,6 +151,15 @@ def test_tokens_before_the_window_have_no_influence() -> None:
     assert np.array_equal(case.run(), expected)
 
 
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("shared", [False, True])
+def test_many_segments(shared: bool, window: int) -> None:
+    """Blocks that lie in one segment, reach over two, and end with one."""
+    rows = span(0, 250, 262) + span(1, 1030, 1034) + span(2, 511, 512) + span(3, 3, 6)
+    case = make_case(rows, heads=6, kv_heads=2, window=window)
+    assert np.abs(case.run(2, shared) - case.expected()).max() < BOUND
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = make_case(span(0, 0, 40))
     case.queries *= np.float32(200)
@@ -152,21 +172,25 @@ def test_large_scores_do_not_overflow() -> None:
 def test_a_row_is_the_same_bits_in_every_batch(data: st.DataObject) -> None:
     """Any rows of any sequences, in any cut, against each row alone."""
     heads, kv_heads = data.draw(st.sampled_from([(2, 2), (6, 2), (7, 1), (9, 3)]))
-    lengths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
-    rows = [row for s, length in enumerate(lengths) for row in span(s, data.draw(st.integers(0, length - 1)), length)]
+    lengths = data.draw(st.lists(st.integers(1, 70) | st.integers(250, 600), min_size=1, max_size=3))
+    rows = [
+        row
+        for s, length in enumerate(lengths)
+        for row in span(s, data.draw(st.integers(max(0, length - 70), length - 1)), length)
+    ]
     case = make_case(
         rows,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=data.draw(st.sampled_from([16, 64, 128])),
         format=data.draw(st.sampled_from(["fp32", "fp16", "bf16"])),
-        window=data.draw(st.sampled_from([0, 5, 16, 33])),
+        window=data.draw(st.sampled_from([0, 5, 16, 33, 270])),
     )
-    together = case.run(data.draw(st.integers(1, 8)))
+    together = case.run(data.draw(st.integers(1, 8)), data.draw(st.booleans()))
     assert np.isfinite(together).all()
     for index in data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5)):
         alone = Case(
             case.layout, case.arena, case.tables, case.queries[index : index + 1].copy(), rows[index : index + 1],
             case.window,
         )  # fmt: skip
-        assert np.array_equal(alone.run(data.draw(st.integers(1, 4)))[0], together[index])
+        assert np.array_equal(alone.run(data.draw(st.integers(1, 4)), data.draw(st.booleans()))[0], together[index])

@@ -49,7 +49,7 @@ def test_pairs_are_two_tiles(rows: int) -> None:
     y = np.full((rows, 32), np.nan, np.float32)
     tile_pair_product(
         tiles[0].ctypes.data, tiles[1].ctypes.data, 64, x.ctypes.data, x.strides[0], y.ctypes.data,
-        y.ctypes.data + 64, y.strides[0], 33, rows, 0,
+        y.ctypes.data + 64, y.strides[0], 33, rows, 0, 0, 1 << 40,
     )  # fmt: skip
     assert np.array_equal(y, np.hstack([tile_sums(tile, x) for tile in tiles]))
 

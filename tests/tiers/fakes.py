@@ -16,7 +16,8 @@ from tierd.tiers.arena import Arena
 from tierd.tiers.errors import LostReason, PageLost, StoreFull
 from tierd.tiers.keys import root_key
 from tierd.tiers.lease import Lease
-from tierd.tiers.mover import Completion, Job, JobClass, Mover
+from tierd.tiers.links import LinkGroup
+from tierd.tiers.mover import Job, Mover, _Entry
 from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
 from tierd.tiers.store import PageMeta, Store
@@ -30,28 +31,24 @@ FAR_S = 1e9
 class ManualMover(Mover):
     """No threads: a job runs when the test says so, in the order the test says (the store's in their own order)."""
 
-    def _start(self, threads: int) -> list[threading.Thread]:
+    def _start(self, counts: dict[LinkGroup, int]) -> list[threading.Thread]:
         return []
 
     @property
     def queued(self) -> int:
         """Jobs that could run now; of the writer's only the first."""
-        return sum(len(self._queues[klass]) for klass in JobClass if klass is not JobClass.WRITE_BEHIND) + bool(
-            self._queues[JobClass.WRITE_BEHIND]
-        )
+        return len(self._runnable())
 
     def run(self, number: int = 0) -> bool:
         """Runs the number-th of the jobs that could run; False if there is none."""
-        for klass in JobClass:
-            queue = self._queues[klass]
-            count = min(len(queue), 1) if klass is JobClass.WRITE_BEHIND else len(queue)
-            if number < count:
-                job = queue[number]
-                del queue[number]
-                self._run(job)
-                return True
-            number -= count
-        return False
+        entries = self._runnable()
+        if number >= len(entries):
+            return False
+        job = entries[number].job
+        self._lanes[job.link.group].remove(job)
+        self._meters[job.link].begin(self._clock(), 0.0)
+        self._run(job)
+        return True
 
     def run_all(self) -> int:
         """Runs everything queued."""
@@ -65,14 +62,15 @@ class ManualMover(Mover):
         self.run_all()
         return bool(self._done)
 
-    def _run(self, job: Job) -> None:
-        result, error = None, None
-        try:
-            result = job.call()
-        except Exception as caught:
-            error = caught
-        with self._lock:
-            self._finish(Completion(job, error, result), 1e-6)
+    def wait_for(self, jobs: Iterable[Job], timeout_s: float) -> bool:
+        """The caller would sleep: the threads would work meanwhile."""
+        self.run_all()
+        return super().wait_for(jobs, 0.0)
+
+    def _runnable(self) -> list[_Entry]:
+        lanes = self._lanes
+        free = sorted(lanes[LinkGroup.COPIES].entries + lanes[LinkGroup.DISK_READS].entries)
+        return free + sorted(lanes[LinkGroup.DISK_WRITES].entries)[:1]
 
 
 class MemoryStore(Store):
@@ -164,19 +162,20 @@ class Rig:
         store: Store | None = None,
         mover: Mover | None = None,
         record_bytes: int = RECORD_BYTES,
+        max_slots: int | None = None,
     ) -> None:
         self.now_s = 100.0
         self.notices: list[str] = []
         self.mover = mover if mover is not None else ManualMover(1)
-        self.device = Arena("device", device, record_bytes, poison=True)
-        self.host = Arena("host", host, record_bytes, poison=True)
+        self.device = Arena("device", device, record_bytes, max_slots=max_slots, poison=True)
+        self.host = Arena("host", host, record_bytes, max_slots=max_slots, poison=True)
         self.store = store
         self.pager = Pager(
             layout_record_bytes=record_bytes,
             page_tokens=PAGE_TOKENS,
             root=ROOT,
             device=self.device,
-            host=self.host if host else None,
+            host=self.host if host or max_slots else None,
             store=store,
             mover=self.mover,
             clock=lambda: self.now_s,
@@ -203,37 +202,62 @@ class Rig:
                 return
         raise AssertionError("the pager does not come to rest")
 
+    def work(self) -> None:
+        """Lets what is in flight go on, and takes it in."""
+        if isinstance(self.mover, ManualMover):
+            self.mover.run_all()
+        else:
+            self.mover.wait(0.05)
+        self.poll()
+
     def start(self, tokens: Sequence[int], salt: bytes = b"") -> Lease:
-        """A lease on what is known of `tokens`, ready."""
+        """A lease on what is known of `tokens`; holes that nothing will fill are computed."""
         lease = self.pager.match(tokens, salt)
         self.pager.fetch(lease, FAR_S)
         for _ in range(1000):
             if lease.ready:
                 return lease
-            if isinstance(self.mover, ManualMover):
-                self.mover.run_all()
-            else:
-                self.mover.wait(0.05)
-            self.poll()
+            if lease.absent and not self.pager.promoter.loads and not self.mover.outstanding:
+                self.mend(lease, tokens, salt)
+            self.work()
         raise AssertionError("the lease never becomes ready")
+
+    def mend(self, lease: Lease, tokens: Sequence[int], salt: bytes = b"") -> None:
+        """Computes the first absent page of a lease."""
+        start = lease.skip(0)
+        end = min(lease.limit(start), start + PAGE_TOKENS)
+        assert start % PAGE_TOKENS == 0 and end == start + PAGE_TOKENS
+        self.allocate(lease, start, end)
+        self.write(lease, tokens[:end], start, salt)
+        self.pager.commit(lease, tokens[:end])
+
+    def place(self, lease: Lease, position: int) -> npt.NDArray[np.uint8]:
+        """The bytes of one token where the lease reads them. uint8[record_bytes / PAGE_TOKENS]"""
+        pages = -(-(position + 1) // PAGE_TOKENS)
+        address = int(self.pager.tables.addresses(lease, pages)[-1])
+        stride = self.device.record_bytes // PAGE_TOKENS
+        for arena in (self.device, self.host):
+            slot, rest = divmod(address - arena.address(0), arena.record_bytes) if arena.states else (-1, 0)
+            if 0 <= slot < len(arena.states) and rest == 0:
+                record = arena.row(slot)
+                break
+        else:
+            assert address == 0 and self.store is not None, f"position {position} is nowhere"
+            record = np.empty(self.device.record_bytes, np.uint8)
+            self.store.read_into(lease.nodes[pages - 1].key, record)
+        offset = position % PAGE_TOKENS * stride
+        return record[offset : offset + stride]
 
     def write(self, lease: Lease, tokens: Sequence[int], start: int, salt: bytes = b"") -> None:
         """Computes tokens[start:] into the lease's slots."""
         stride = self.device.record_bytes // PAGE_TOKENS
         for position, digest in list(enumerate(token_bytes(tokens, salt)))[start:]:
-            row = self.device.array[lease.slots[position // PAGE_TOKENS]]
-            offset = position % PAGE_TOKENS * stride
-            row[offset : offset + stride] = np.frombuffer((digest * (stride // 16 + 1))[:stride], np.uint8)
+            assert lease.has_slot(position // PAGE_TOKENS)
+            self.place(lease, position)[:] = np.frombuffer((digest * (stride // 16 + 1))[:stride], np.uint8)
 
     def read(self, lease: Lease, count: int) -> list[bytes]:
-        """The first `count` tokens' bytes as the device holds them."""
-        stride = self.device.record_bytes // PAGE_TOKENS
-        found = []
-        for position in range(count):
-            offset = position % PAGE_TOKENS * stride
-            row = self.device.array[lease.slots[position // PAGE_TOKENS]]
-            found.append(bytes(row[offset : offset + stride]))
-        return found
+        """The first `count` tokens' bytes as a step of the lease reads them."""
+        return [bytes(self.place(lease, position)) for position in range(count)]
 
     def expect(self, lease: Lease, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Every covered byte is what the chain of tokens says."""
@@ -241,35 +265,46 @@ class Rig:
         wanted = [(digest * (stride // 16 + 1))[:stride] for digest in token_bytes(tokens, salt)]
         assert self.read(lease, len(tokens)) == wanted
 
+    def allocate(self, lease: Lease, start: int, end: int) -> None:
+        """Slots for rows, waiting for evictions."""
+        for _ in range(1000):
+            if self.pager.allocate(lease, start, end):
+                return
+            self.work()
+        raise AssertionError("no room on the device")
+
     def grow(self, lease: Lease, tokens: Sequence[int], start: int, salt: bytes = b"") -> None:
-        """Allocates, computes and commits tokens[start:]."""
-        need = -(-len(tokens) // PAGE_TOKENS) - len(lease.slots)
-        if need > 0:
-            for _ in range(1000):
-                if self.pager.allocate(lease, need) is not None:
-                    break
-                if isinstance(self.mover, ManualMover):
-                    self.mover.run_all()
-                else:
-                    self.mover.wait(0.05)
-                self.poll()
+        """Allocates, computes and commits tokens[start:] and every hole, at most the device at once."""
+        for _ in range(1000):
+            self.pager.tables.refresh(lease)
+            if lease.absent:
+                lease.reached = max(lease.reached, start)
+                start = min(start, min(lease.absent) * PAGE_TOKENS)
+            start = lease.skip(start)
+            if start >= len(tokens):
+                return
+            end = min((start // PAGE_TOKENS + self.device.slots) * PAGE_TOKENS, lease.limit(start), len(tokens))
+            if self.pager.allocate(lease, start, end):
+                self.write(lease, tokens[:end], start, salt)
+                self.pager.commit(lease, tokens[:end])
+                start = end
             else:
-                raise AssertionError("no room on the device")
-        self.write(lease, tokens, start, salt)
-        self.pager.commit(lease, tokens)
+                self.work()
+        raise AssertionError("no room on the device")
 
     def serve(self, tokens: Sequence[int], salt: bytes = b"") -> int:
         """A whole request: match, fetch, check, compute the rest, release. Returns the tokens that were cached."""
         lease = self.start(tokens, salt)
-        cached = lease.num_tokens
-        self.expect(lease, tokens[:cached], salt)
-        self.grow(lease, tokens, cached, salt)
+        cached, covered = lease.num_tokens, lease.skip(0)
+        self.expect(lease, tokens[:covered], salt)
+        self.grow(lease, tokens, covered, salt)
         self.expect(lease, tokens, salt)
         self.pager.release(lease, tokens)
         return cached
 
     def check(self) -> None:
-        assert self.pager.check() == []
+        findings = self.pager.check()
+        assert not findings, findings
         stats = self.pager.statistics()
         assert stats.device.balanced
         assert stats.host.balanced
@@ -277,6 +312,25 @@ class Rig:
 
     def close(self) -> None:
         self.pager.close()
+
+
+def stored(
+    *sequences: Sequence[int], device: int = 8, host: int = 0, capacity: int = 1024
+) -> tuple[Rig, MemoryStore]:
+    """A fresh pager over a store that holds these sequences."""
+    store = MemoryStore()
+    rig = Rig(device=40, host=0, store=store)
+    for tokens in sequences:
+        rig.serve(tokens)
+    rig.pager.flush(rig.now_s + 1)
+    rig.close()
+    store.reads.clear()
+    return Rig(device=device, host=host, store=store, mover=ManualMover(1, capacity=capacity)), store
+
+
+def lost_key(*keys: PageKey) -> Callable[[PageKey], Exception | None]:
+    """For `MemoryStore.fail_read`: these pages are damaged."""
+    return lambda key: PageLost(LostReason.PAYLOAD) if key in keys else None
 
 
 def delayed_copy(seed: int) -> Callable[[Any, Any], None]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.tiers.fakes import FAR_S, MemoryStore, Rig
+from tests.tiers.fakes import FAR_S, MemoryStore, Rig, stored
 from tierd.tiers.arena import SlotState
 from tierd.tiers.keys import pack_tokens, root_key
 from tierd.tiers.lease import Lease
@@ -62,12 +62,18 @@ def strange_row(case: Case) -> None:
     case.store.rows[key] = (PageMeta(key, key, (1,), 0, 0.0), b"")
 
 
+def computed_by_nobody(case: Case) -> None:
+    case.lease.absent.add(1)
+    case.lease.filling[1] = 9
+
+
 BREAKS: list[tuple[str, Callable[[Case], object]]] = [
     ("pins, 1 leases", lambda case: setattr(case.first, "pins", 5)),
     ("2 leases", lambda case: case.pager.leases.add(twin(case))),
     ("does not follow", lambda case: case.lease.nodes.reverse()),
-    ("not those of its pages", lambda case: case.lease.slots.pop()),
-    ("a page is not on the device", lambda case: case.pager.residency.take(case.first, Tier.DEVICE)),
+    ("absent are [5]", lambda case: case.lease.absent.add(5)),
+    ("being computed [1]", lambda case: case.lease.filling.update({1: case.lease.private[0]})),
+    ("that another lease computes", computed_by_nobody),
     ("the index holds it as", lambda case: case.pager.index.nodes.update({b"y" * 16: case.first})),
     ("no tier holds it", copyless),
     ("0 tokens", strange_node),
@@ -110,6 +116,7 @@ def test_the_case_itself_is_right() -> None:
     case.rig.close()
 
 
+@pytest.mark.usefixtures("broken_books")
 @pytest.mark.parametrize(("words", "break_it"), BREAKS, ids=[words for words, _ in BREAKS])
 def test_each_broken_invariant_is_found(words: str, break_it: Callable[[Case], object]) -> None:
     case = Case()
@@ -119,17 +126,25 @@ def test_each_broken_invariant_is_found(words: str, break_it: Callable[[Case], o
     case.rig.close()
 
 
-def test_books_balance_while_copies_are_in_flight() -> None:
-    store = MemoryStore()
-    rig = Rig(device=4, host=2, store=store)
-    rig.serve(A)
-    rig.pager.flush(rig.now_s + 1)
-    rig.close()
-    rig = Rig(device=4, host=2, store=store)
+@pytest.mark.usefixtures("broken_books")
+def test_a_page_without_a_copy_is_right_only_under_a_lease() -> None:
+    case = Case()
+    case.pager.residency.take(case.second, Tier.NVME)
+    case.pager.residency.take(case.second, Tier.DEVICE)
+    assert not case.second.has_copy
+    assert not [finding for finding in case.pager.check() if "no tier holds it" in finding]
+    case.second.pins = 0
+    assert [finding for finding in case.pager.check() if "no tier holds it" in finding]
+    case.rig.close()
+
+
+def test_books_balance_while_pages_load_into_both_arenas() -> None:
+    rig, _ = stored(A, device=2, host=2)
     lease = rig.pager.match([*A, 1])
     rig.pager.fetch(lease, FAR_S)
     rig.check()
-    assert rig.pager.statistics().device.in_flight_pages == 3
+    stats = rig.pager.statistics()
+    assert (stats.device.in_flight_pages, stats.host.in_flight_pages) == (2, 1)
     while rig.manual.run():
         rig.check()
         rig.poll()

@@ -16,10 +16,11 @@ import pytest
 from tests.tiers.faults import FaultyIO
 from tests.tiers.pages import NAMESPACE, key, meta
 from tierd.tiers.errors import StoreBroken, StoreFull
-from tierd.tiers.index import ASIDE_NAME, INDEX_NAME, Identity, Index, IndexUnusable, PageMeta, Row, set_aside
+from tierd.tiers.index import ASIDE_NAME, INDEX_NAME, Identity, Index, IndexUnusable, PageMeta, Row
+from tierd.tiers.opening import set_aside
 from tierd.tiers.store_io import OsIO
 
-IDENTITY = Identity(NAMESPACE, 8192, 8)
+IDENTITY = Identity(NAMESPACE, 8192, 2, 4096, 8)
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
@@ -127,9 +128,11 @@ def test_failed_commit_leaves_nothing(tmp_path: Path, dir_fd: int) -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "PRAGMA user_version = 2",
+        "PRAGMA user_version = 1",
         "UPDATE identity SET namespace = x'00'",
         "UPDATE identity SET record_bytes = 4096",
+        "UPDATE identity SET sections = 1",
+        "UPDATE identity SET section_bytes = 4095",
         "UPDATE identity SET file_slots = 9",
         "UPDATE identity SET opens = -1",
         "UPDATE identity SET opens = 'many'",

@@ -1,46 +1,58 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from tierd.tiers.links import LinkMeter
+from tierd.tiers.links import Link, LinkGroup, LinkMeter
+
+
+def carry(meter: LinkMeter, start_s: float, num_bytes: int, seconds: float, *, failed: bool = False) -> None:
+    meter.enqueue()
+    meter.begin(start_s, 0.25)
+    meter.end(start_s + seconds, num_bytes, seconds, failed=failed)
 
 
 def test_a_link_counts_what_it_carries() -> None:
     meter = LinkMeter()
     meter.enqueue()
-    meter.enqueue()
-    meter.record(1000, 0.5, failed=False)
+    carry(meter, 10.0, 1000, 0.5)
     stats = meter.statistics()
     assert (stats.total_bytes, stats.busy_s, stats.count, stats.errors, stats.queued) == (1000, 0.5, 1, 0, 1)
-    assert stats.bytes_per_s == 2000
-    meter.record(1000, 0.5, failed=True)
-    assert meter.statistics().total_bytes == 1000
-    assert meter.statistics().errors == 1
+    assert (stats.active_s, stats.waited_s, stats.bytes_per_s) == (0.5, 0.25, 2000)
+    carry(meter, 20.0, 1000, 0.5, failed=True)
+    meter.abandon(cancelled=True)
+    stats = meter.statistics()
+    assert (stats.total_bytes, stats.count, stats.errors, stats.cancelled, stats.queued) == (1000, 2, 1, 1, 0)
+    meter.enqueue()
+    meter.abandon(cancelled=False)
+    assert meter.statistics().errors == 2
 
 
 def test_the_rate_follows_the_link() -> None:
     meter = LinkMeter()
-    for _ in range(100):
-        meter.record(1000, 1.0, failed=False)
-    for _ in range(100):
-        meter.record(500, 1.0, failed=False)
-    assert meter.statistics().bytes_per_s == pytest.approx(500, rel=0.01)
+    for number in range(100):
+        carry(meter, float(number), 1000, 0.1)
+    assert meter.statistics().bytes_per_s == pytest.approx(10_000)
+    for number in range(100, 200):
+        carry(meter, float(number), 500, 0.1)
+    assert meter.statistics().bytes_per_s == pytest.approx(5000, rel=0.01)
 
 
-def test_threads_lose_no_count() -> None:
+def test_transfers_at_once_add_up() -> None:
+    """The rate is that of the link, not of one transfer; idle time does not count."""
     meter = LinkMeter()
-
-    def carry() -> None:
-        for _ in range(2000):
+    for turn in range(20):
+        for _ in range(4):
             meter.enqueue()
-            meter.record(3, 0.001, failed=False)
-
-    threads = [threading.Thread(target=carry) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+            meter.begin(turn * 10.0, 0.0)
+        for _ in range(4):
+            meter.end(turn * 10.0 + 0.5, 1000, 0.5, failed=False)
     stats = meter.statistics()
-    assert (stats.count, stats.total_bytes, stats.queued) == (8000, 24000, 0)
+    assert stats.bytes_per_s == pytest.approx(8000, rel=0.2)
+    assert stats.active_s == pytest.approx(10.0)
+    assert stats.busy_s == pytest.approx(40.0)
+
+
+def test_every_link_has_a_group() -> None:
+    assert {link.group for link in Link} == set(LinkGroup)
+    assert Link.DEVICE_TO_DEVICE.group is Link.HOST_TO_DEVICE.group is LinkGroup.COPIES
+    assert Link.DISK_READ.group is not Link.DISK_WRITE.group

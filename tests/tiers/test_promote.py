@@ -1,61 +1,115 @@
 from __future__ import annotations
 
-from tests.tiers.fakes import FAR_S, ManualMover, MemoryStore, Rig
+import pytest
+
+from tests.tiers.fakes import FAR_S, Rig, lost_key, stored
+from tierd.tiers import promote
 from tierd.tiers.errors import LostReason, PageLost
+from tierd.tiers.lease import Lease
+from tierd.tiers.mover import JobClass
 from tierd.tiers.promote import DAMAGE_EVERY_S
 
 A = list(range(1, 13))
+B = list(range(21, 33))
 
 
-def stored(*sequences: list[int], device: int = 8, host: int = 0, capacity: int = 1024) -> tuple[Rig, MemoryStore]:
-    """A fresh pager over a store that holds these sequences."""
-    store = MemoryStore()
-    rig = Rig(device=20, host=0, store=store)
-    for tokens in sequences:
-        rig.serve(tokens)
-    rig.pager.flush(rig.now_s + 1)
-    rig.close()
-    return Rig(device=device, host=host, store=store, mover=ManualMover(1, capacity=capacity)), store
+def fetch(rig: Rig, tokens: list[int], deadline_s: float = FAR_S) -> Lease:
+    lease = rig.pager.match(tokens)
+    rig.pager.fetch(lease, deadline_s)
+    return lease
 
 
-def test_loads_go_on_as_slots_and_queues_allow() -> None:
-    rig, _ = stored(A, device=3, capacity=1)
-    lease = rig.pager.match([*A, 1])
-    rig.pager.fetch(lease, FAR_S)
-    for arrived in range(3):
-        assert rig.manual.queued == 1
+def loaded(lease: Lease) -> list[int]:
+    """Places of the pages that are there."""
+    return [place for place, node in enumerate(lease.nodes) if node.readable]
+
+
+def test_loads_go_from_the_tail_to_the_head() -> None:
+    rig, store = stored(A)
+    lease = fetch(rig, [*A, 1])
+    keys = [node.key for node in lease.nodes]
+    for arrived in ([2], [1, 2], [0, 1, 2]):
         assert not lease.ready
-        rig.manual.run_all()
+        rig.manual.run(0)
         rig.poll()
-        assert rig.pager.promoter.promotions[2] == arrived + 1
+        assert loaded(lease) == arrived
+        rig.check()
+    assert store.reads == keys[::-1]
     assert lease.ready
     rig.expect(lease, A)
     rig.close()
 
 
-def test_two_leases_that_can_not_both_fit_end_at_their_deadlines() -> None:
-    rig, _ = stored(A, [*range(21, 33)], device=4)
-    first, second = rig.pager.match([*A, 1]), rig.pager.match([*range(21, 33), 1])
-    for lease in (first, second):
-        rig.pager.fetch(lease, rig.now_s + 1)
+def test_loads_go_on_as_the_queue_allows() -> None:
+    rig, _ = stored(A, device=3, capacity=1)
+    lease = fetch(rig, [*A, 1])
+    for arrived in range(3):
+        assert rig.manual.queued == 1
+        assert not lease.ready
+        rig.manual.run_all()
+        rig.poll()
+        assert rig.pager.statistics().loaded_pages == arrived + 1
+    assert lease.ready
+    rig.expect(lease, A)
+    rig.close()
+
+
+def test_loads_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promote, "MAX_LOADS", 2)
+    rig, _ = stored(A)
+    lease = fetch(rig, [*A, 1])
+    assert rig.manual.queued == rig.pager.promoter.loads == 2
     rig.settle()
-    assert first.ready
-    assert not second.ready
-    rig.now_s += 1
-    rig.settle()
-    assert second.ready
-    assert second.num_tokens == 4
+    assert lease.ready
+    assert rig.pager.promoter.loads == 0
     rig.check()
     rig.close()
 
 
-def test_a_partial_page_loads_straight_into_a_private_page() -> None:
+def test_pages_load_into_either_arena() -> None:
+    rig, _ = stored(A, device=2, host=2)
+    lease = fetch(rig, [*A, 1])
+    rig.settle()
+    assert lease.ready
+    stats = rig.pager.statistics()
+    assert (stats.device.used_pages, stats.host.used_pages) == (2, 1)
+    rig.expect(lease, A)
+    rig.check()
+    rig.close()
+
+
+def test_loads_make_room_among_idle_pages_and_not_among_those_of_leases() -> None:
+    rig, _ = stored(A, B, device=4)
+    rig.serve(B)  # three idle pages on the device
+    lease = fetch(rig, [*A, 1])
+    rig.settle()
+    assert lease.ready
+    assert loaded(lease) == [0, 1, 2]
+    other = fetch(rig, [*B, 1])  # one slot is left
+    rig.settle()
+    assert other.ready
+    assert len(loaded(other)) == 1
+    assert loaded(lease) == [0, 1, 2]
+    for each, tokens in ((lease, A), (other, B)):
+        assert each.num_tokens == 12
+        rig.expect(each, tokens)
+    rig.check()
+    rig.close()
+
+
+def test_a_partial_page_is_loaded_once_and_copied_for_each_who_goes_on_from_it() -> None:
     rig, store = stored(A[:6])
-    lease = rig.start([*A[:6], 9])
-    assert lease.num_tokens == 6
+    leases = [fetch(rig, [*A[:6], 9]), fetch(rig, [*A[:6], 8])]
+    rig.settle()
     assert len(store.reads) == 2
-    assert rig.pager.statistics().device.used_pages == 2
-    rig.expect(lease, A[:6])
+    for lease, token in zip(leases, (9, 8), strict=True):
+        assert lease.ready
+        assert lease.num_tokens == 6
+        rig.expect(lease, A[:6])
+        rig.grow(lease, [*A[:6], token], 6)
+    for lease, token in zip(leases, (9, 8), strict=True):
+        rig.expect(lease, [*A[:6], token])
+    assert rig.pager.statistics().device.used_pages == 3  # the full page is shared
     rig.check()
     rig.close()
 
@@ -66,12 +120,12 @@ def test_a_lost_partial_page_costs_only_its_tokens() -> None:
     assert lease.tail is not None
     assert lease.tail.source is not None
     lost = lease.tail.source.key
-    store.fail_read = lambda key: PageLost(LostReason.PAYLOAD) if key == lost else None
+    store.fail_read = lost_key(lost)
     rig.pager.fetch(lease, FAR_S)
     rig.settle()
     assert lease.ready
-    assert (lease.num_tokens, lease.lost) == (4, True)
-    assert rig.pager.statistics().misses == {"payload": 1}
+    assert (lease.num_tokens, lease.skip(0), lease.lost) == (4, 4, True)
+    assert rig.pager.statistics().misses["payload"] == 1
     assert rig.pager.index.get(lost) is None
     rig.check()
     rig.close()
@@ -81,19 +135,17 @@ def test_a_partial_page_waits_for_room_that_is_being_made_and_for_no_other() -> 
     rig = Rig(device=3, host=3)
     rig.serve(A[:4])
     rig.serve(list(range(21, 29)))
-    lease = rig.pager.match(A[:4])
-    rig.pager.fetch(lease, FAR_S)
+    lease = fetch(rig, A[:4])
     assert not lease.ready
     rig.settle()
     assert lease.ready
     assert lease.num_tokens == 3
     rig.expect(lease, A[:3])
     other = rig.pager.match([7])
-    rig.pager.allocate(other, 1)
-    last = rig.pager.match([*A[:3], 9])  # nothing can go: it starts without
-    rig.pager.fetch(last, FAR_S)
+    rig.allocate(other, 0, 8)
+    last = fetch(rig, [*A[:3], 9])  # nothing can go: it starts without
     assert last.ready
-    assert last.num_tokens == 0
+    assert (last.num_tokens, last.skip(0)) == (0, 0)
     assert rig.pager.statistics().misses == {"no_room": 1}
     rig.check()
     rig.close()
@@ -105,10 +157,57 @@ def test_a_page_that_goes_lost_before_the_fetch_is_a_miss() -> None:
     store.fail_read = lambda _key: PageLost(LostReason.HEADER)
     other = rig.start([*A, 5])
     assert other.num_tokens == 0
+    rig.pager.release(other, [])  # nothing of what it computed counts
     rig.pager.fetch(waiting, FAR_S)
-    assert waiting.ready
-    assert waiting.num_tokens == 0
+    rig.settle()
+    assert waiting.tail is None
+    assert waiting.tail_tokens == 0
+    assert waiting.lost
     assert rig.pager.statistics().misses["absent"] > 0
+    rig.check()
+    rig.close()
+
+
+def test_the_engine_is_told_when_nothing_comes_any_more() -> None:
+    rig, store = stored(A)
+    lease = fetch(rig, [*A, 1])
+    assert rig.pager.promoter.is_coming(lease)
+    store.fail_read = lambda _key: PageLost(LostReason.IO_ERROR)
+    rig.settle()
+    assert lease.absent == {0, 1, 2}
+    assert not rig.pager.promoter.is_coming(lease)
+    rig.check()
+    rig.close()
+
+
+def test_loads_that_were_stopped_start_no_more() -> None:
+    rig, store = stored(A, capacity=1)
+    lease = fetch(rig, [*A, 1])
+    rig.pager.promoter.stop_loading(lease)
+    rig.settle()
+    assert len(store.reads) == 1
+    assert lease.absent == {0, 1}
+    assert not lease.lost  # nothing failed
+    rig.grow(lease, A, 0)
+    rig.expect(lease, A)
+    assert lease.num_tokens == 4
+    rig.check()
+    rig.close()
+
+
+def test_what_a_sequence_waits_for_goes_before_what_only_fills_memory() -> None:
+    rig, _ = stored(A, B, [7, 7, 7, 7], device=5)
+    lease, other = rig.start([*A, 1]), rig.start([*B[:8], 1])
+    rig.allocate(lease, 12, 16)
+    (gone,) = [node for node in [*lease.nodes, *other.nodes] if not node.readable]
+    rig.pager.tables.refresh(lease)
+    rig.pager.release(other, [])
+    rig.poll()  # the page of the lease that had to leave comes back in the place of an idle one
+    waiting = fetch(rig, [7, 7, 7, 7, 1])
+    assert [entry.klass for entry in rig.manual._runnable()] == [JobClass.NOW, JobClass.PREFETCH]
+    rig.settle()
+    assert gone.readable
+    assert waiting.ready
     rig.check()
     rig.close()
 
@@ -121,22 +220,6 @@ def test_a_store_that_is_off_ends_the_tier() -> None:
     assert not rig.pager.statistics().nvme_on
     assert len(rig.notices) == 1
     rig.settle()
-    rig.check()
-    rig.close()
-
-
-def test_a_page_computed_meanwhile_does_not_make_the_others_ready() -> None:
-    rig, _ = stored([*A[:8], 1])
-    slow = rig.pager.match([*A[:8], 5])
-    rig.pager.fetch(slow, FAR_S)
-    quick = rig.pager.match([7])
-    rig.grow(quick, A[:4], 0)  # the first of the two pages that are on their way
-    assert rig.manual.run(0)  # its load ends, too late to be of use
-    rig.poll()
-    assert not slow.ready
-    rig.settle()
-    assert slow.ready
-    rig.expect(slow, A[:8])
     rig.check()
     rig.close()
 
@@ -161,5 +244,30 @@ def test_damaged_pages_are_told_at_once_then_once_a_minute() -> None:
     store.fail_read = lambda _key: PageLost(LostReason.ABSENT)  # no damage: it was removed meanwhile
     rig.start([*sequences[4], 9])
     assert len(rig.notices) == 2
+    rig.check()
+    rig.close()
+
+
+def test_a_cancel_while_fetching_leaves_nothing_behind() -> None:
+    rig, _ = stored([*A, 1, 2])
+    lease = fetch(rig, [*A, 1, 2, 3])
+    assert lease.tail is not None
+    rig.pager.release(lease, [])
+    rig.pager.release(lease, [])  # idempotent
+    rig.check()
+    rig.settle()
+    stats = rig.pager.statistics()
+    assert (stats.leases, stats.device.used_pages, stats.device.in_flight_pages) == (0, 0, 0)
+    rig.check()
+    rig.close()
+
+
+def test_pages_that_come_after_their_lease_has_gone_are_cache() -> None:
+    rig, store = stored(A)
+    lease = fetch(rig, [*A, 1])
+    rig.pager.release(lease, [])
+    rig.settle()
+    assert rig.pager.match([*A, 1]).hit_device == 12
+    assert len(store.reads) == 3
     rig.check()
     rig.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.pages import NAMESPACE, RECORD_BYTES, meta, record
-from tierd.tiers.errors import LostReason
+from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.index import Row
 from tierd.tiers.records import Records, pack_page
 from tierd.tiers.slab import Slabs
@@ -33,7 +33,7 @@ def test_a_record_belongs_to_its_namespace_and_row(slabs: Slabs) -> None:
     row = Row(1, page.key, page.parent, tokens, 9)
     Records(slabs, NAMESPACE).write(row, data)
     dest = aligned_block(RECORD_BYTES)
-    assert Records(slabs, NAMESPACE).read(row, dest) is None
+    Records(slabs, NAMESPACE).read(row, dest)
     assert dest.tobytes() == data.tobytes()
     for namespace, wanted, reason in (
         (b"another model 1x", row, LostReason.NAMESPACE),
@@ -41,9 +41,9 @@ def test_a_record_belongs_to_its_namespace_and_row(slabs: Slabs) -> None:
         (NAMESPACE, row._replace(slot=0), LostReason.HEADER),
         (NAMESPACE, row._replace(slot=3), LostReason.SHORT if slabs.backed_bytes < 4 * 12288 else LostReason.HEADER),
     ):
-        lost = Records(slabs, namespace).read(wanted, dest)
-        assert lost is not None
-        assert lost.reason is reason
+        with pytest.raises(PageLost) as caught:
+            Records(slabs, namespace).read(wanted, dest)
+        assert caught.value.reason is reason
 
 
 def test_tokens_are_packed_little_endian() -> None:

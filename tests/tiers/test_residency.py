@@ -108,3 +108,85 @@ def test_misuse_is_our_bug() -> None:
     books.residency.pin(node)
     with pytest.raises(AssertionError, match="in use"):
         books.residency.forget(node)
+
+
+def test_pages_on_the_device_under_leases_are_known_the_longest_there_first() -> None:
+    books = Books()
+    first, second = books.page(None, 1, 2, 3, 4), books.page(None, 5, 6, 7, 8)
+    third = books.page(None, 9, 10, 11, 12, tiers=(Tier.HOST,))
+    for node in (second, first, third):
+        books.residency.pin(node)
+    assert list(books.residency.leased.values()) == [second, first]
+    books.residency.take(second, Tier.DEVICE)
+    books.residency.place(third, Tier.DEVICE, books.device.alloc(SlotState.FILLING) or 0)
+    assert list(books.residency.leased.values()) == [first, third]
+    books.residency.unpin(first)
+    books.residency.unpin(third)
+    assert not books.residency.leased
+
+
+def test_a_page_that_a_lease_needs_stays_known_without_a_copy() -> None:
+    books = Books()
+    node = books.page(None, 1, 2, 3, 4)
+    books.residency.pin(node)
+    books.residency.evict(node, Tier.DEVICE)
+    assert node.alive
+    assert not node.has_copy
+    books.residency.unpin(node)
+    assert not node.alive
+    assert len(books.index) == 0
+
+
+def test_the_version_tells_of_what_leases_see() -> None:
+    books = Books()
+    node, idle = books.page(None, 1, 2, 3, 4), books.page(None, 5, 6, 7, 8)
+    books.residency.pin(node)
+    before = books.residency.version
+    books.residency.take(idle, Tier.DEVICE)
+    assert books.residency.version == before
+    books.residency.place(node, Tier.HOST, books.host.alloc(SlotState.FILLING) or 0)
+    placed = books.residency.version
+    assert placed > before
+    books.residency.take(node, Tier.DEVICE)
+    assert books.residency.version > placed
+
+
+def test_a_page_under_a_lease_may_leave_the_device_if_it_can_be_read_below() -> None:
+    books = Books()
+    node = books.page(None, 1, 2, 3, 4)
+    books.residency.pin(node)
+    assert books.residency.spillable(node)
+    assert not books.residency.droppable(node)
+    books.residency.place(node, Tier.HOST, books.host.alloc(SlotState.FILLING) or 0)
+    assert books.residency.droppable(node)
+    node.moves = 1
+    assert not books.residency.spillable(node)
+    assert not books.residency.droppable(node)
+
+
+@pytest.mark.parametrize(
+    ("copies", "leaves"),
+    [
+        ((Tier.DEVICE,), [Tier.DEVICE]),  # it goes down, for there is a tier below
+        ((Tier.HOST,), []),
+        ((Tier.NVME,), []),
+        ((Tier.HOST, Tier.NVME), [Tier.HOST, Tier.NVME]),
+        ((Tier.DEVICE, Tier.HOST), [Tier.DEVICE, Tier.HOST]),
+        ((Tier.DEVICE, Tier.NVME), [Tier.DEVICE, Tier.NVME]),
+    ],
+)
+def test_the_last_copy_of_a_page_that_is_kept_stays(copies: tuple[Tier, ...], leaves: list[Tier]) -> None:
+    books = Books()
+    node = books.page(None, 1, 2, 3, 4, tiers=copies)
+    node.kept = True
+    assert [tier for tier in Tier if books.residency.evictable(node, tier)] == leaves
+
+
+def test_a_page_that_is_kept_stays_on_the_device_when_there_is_nothing_below() -> None:
+    books = Books()
+    books.residency.store_slots = 0
+    books.residency.host = Arena("host", 0, 64)
+    node = books.page(None, 1, 2, 3, 4)
+    assert books.residency.evictable(node, Tier.DEVICE)
+    node.kept = True
+    assert not books.residency.evictable(node, Tier.DEVICE)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import FAR_S, MemoryStore, Rig, lost_key, stored
 from tierd.tiers.stats import TierStats
 
 A = list(range(1, 13))
@@ -42,4 +42,30 @@ def test_the_page_map_has_a_byte_for_each_slot() -> None:
     rig = Rig(device=5)
     rig.serve(A[:6])
     assert sorted(rig.pager.page_map()) == [0, 0, 0, 3, 3 | 8]
+    rig.close()
+
+
+def test_pages_that_left_the_device_under_their_lease_are_counted() -> None:
+    rig = Rig(device=3, host=3)
+    lease = rig.start(A)
+    rig.grow(lease, A, 0)
+    rig.allocate(rig.pager.match([7]), 0, 8)
+    stats = rig.pager.statistics()
+    assert (stats.spills, stats.demotions, stats.device.evictions) == (2, 2, 2)
+    assert (stats.device.used_pages, stats.host.used_pages) == (3, 2)
+    rig.close()
+
+
+def test_loaded_pages_and_those_that_were_not_are_counted() -> None:
+    rig, store = stored(A)
+    lease = rig.pager.match([*A, 1])
+    store.fail_read = lost_key(lease.nodes[0].key)
+    rig.pager.fetch(lease, FAR_S)
+    assert rig.pager.statistics().fetching == 1
+    rig.settle()
+    stats = rig.pager.statistics()
+    assert (stats.loaded_pages, stats.misses, stats.fetching) == (2, {"payload": 1}, 1)
+    rig.grow(lease, A, 0)
+    rig.poll()
+    assert rig.pager.statistics().fetching == 0
     rig.close()

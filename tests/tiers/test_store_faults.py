@@ -104,6 +104,28 @@ def test_directory_removed_under_a_running_store(ram_path: Path, replaced_by: st
             open_store(directory)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_disk_filled_by_others_while_running(ram_path: Path, code: int) -> None:
+    """Nothing more fits; what is there is read and can make way for new pages, and the figures say what happened."""
+    io = FaultyIO(0, code, forever=True, only=("fallocate",))
+    io.armed = False
+    with open_store(ram_path / "kv", io=io.as_io()) as store:
+        store.write([page(number) for number in range(3)])
+        io.armed = True
+        with pytest.raises(StoreFull):
+            store.write([page(10)])
+        figures = store.statistics()
+        assert (figures.grow_refusals, figures.failure, figures.pages_written) == (1, "", 3)
+        assert figures.bytes_written == 3 * figures.slot_bytes
+        assert all(holds(store, number) for number in range(3))
+        store.remove([key(0)])
+        store.write([page(10)])
+        assert holds(store, 10)
+        io.armed = False
+        store.write([page(11)])
+        assert store.check() == []
+
+
 def test_directory_removed_in_the_middle_of_a_write(ram_path: Path) -> None:
     store = open_store(ram_path / "kv")
     sync = store._slabs.sync

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,11 @@ def test_pages_may_come_before_their_parents(order: int) -> None:
 def test_orphans_are_harmless_and_leave_in_their_turn() -> None:
     store = MemoryStore(4)
     for meta in chain(5)[1:]:
-        store.rows[meta.key] = (meta, b"")
+        store.rows[meta.key] = (replace(meta, hits=0), b"")
     rig = Rig(store=store)
     assert rig.pager.match(range(21)).num_tokens == 0
     rig.check()
+    rig.now_s += 7200  # nobody asked for them in all that time
     rig.serve(A)
     assert rig.pager.flush(rig.now_s + 1) == 0
     assert {tuple(A[:4]), tuple(A[4:8]), tuple(A[8:])} <= {meta.tokens for meta in store.pages()}
@@ -179,3 +181,35 @@ def test_verify_says_why_the_store_is_off(tmp_path: Path) -> None:
         assert not rig.pager.statistics().nvme_on
         rig.check()
         rig.close()
+
+
+def test_what_a_running_sequence_streams_survives_clear() -> None:
+    store = MemoryStore()
+    rig = Rig(device=2, host=0, store=store)
+    tokens = list(range(1, 21))
+    lease = rig.start(tokens)
+    rig.grow(lease, tokens, 0)
+    rig.settle()
+    assert rig.pager.clear() == 0
+    rig.settle()
+    rig.expect(lease, tokens)
+    rig.check()
+    rig.close()
+
+
+def test_a_streamed_page_whose_row_is_gone_is_a_hole_after_verify() -> None:
+    store = MemoryStore()
+    rig = Rig(device=2, host=0, store=store)
+    tokens = list(range(1, 21))
+    lease = rig.start(tokens)
+    rig.grow(lease, tokens, 0)
+    rig.settle()
+    gone = next(node for node in lease.nodes if not node.readable)
+    del store.rows[gone.key]
+    rig.pager.verify(repair=True)
+    rig.pager.tables.refresh(lease)
+    assert [lease.nodes[place] for place in lease.absent] == [gone]
+    rig.grow(lease, tokens, len(tokens))
+    rig.expect(lease, tokens)
+    rig.check()
+    rig.close()

@@ -64,11 +64,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def reference(family: str, seed: int = 0) -> Any:
-    """A random model of transformers, biases and norms random too."""
+def reference(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model of transformers, biases and norms random too; `changes` to its configuration."""
     kind, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**COMMON | settings)
+    config = getattr(transformers, f"{kind}Config")(**COMMON | settings | changes)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     with torch.no_grad():
@@ -104,17 +104,18 @@ class Pass:
         )
         pages = context // PAGE_TOKENS
         self.arena = np.full((2 * pages, layout.record_bytes), 0xFF, np.uint8)
-        self.table = np.random.default_rng(1).permutation(2 * pages)[:pages].astype(np.int32)
+        slots = np.random.default_rng(1).permutation(2 * pages)[:pages]
+        self.pages = self.arena.ctypes.data + slots * layout.record_bytes
 
     def __call__(self, tokens: list[int], start: int) -> np.ndarray:
         """Logits of every row [tokens, vocab]."""
         count = len(tokens)
         return self.decoder.forward(
-            self.arena,
+            [self.arena],
             np.array(tokens, np.int32),
             np.arange(start, start + count, dtype=np.int32),
             np.zeros(count, np.int32),
-            self.table,
-            np.array([0, len(self.table)], np.int32),
+            self.pages,
+            np.array([0, len(self.pages)], np.int32),
             np.arange(count, dtype=np.int32),
         )

@@ -1,16 +1,21 @@
-"""An engine core on fakes: intake, streams, fake pages, fake decoder, a clock that tests turn."""
+"""An engine core: intake, streams and pager are real; decoder, mover threads, store and clock are the test's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.daemon.engine.fakes import PAGE, VOCAB, FakeDecoder, FakePager
+from tests.daemon.engine.fakes import PAGE, RECORD, VOCAB, FakeDecoder, StagedPages
 from tests.daemon.engine.vocabularies import byte_level
+from tests.tiers.fakes import ROOT, ManualMover, MemoryStore
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.protocol import Event, Sampling, Submit
+from tierd.kernels.layout import PageLayout
+from tierd.tiers.arena import Arena
+from tierd.tiers.mover import Job, JobClass
+from tierd.tiers.pager import Pager
 
 END = 63
 
@@ -26,17 +31,56 @@ class Clock:
         return self.now_s
 
 
+class PromptMover(ManualMover):
+    """Runs every job when it is submitted: for rigs whose turns are not the test's."""
+
+    def submit(self, job: Job, klass: JobClass, deadline_s: float = float("inf")) -> bool:
+        accepted = super().submit(job, klass, deadline_s)
+        self.run_all()
+        return accepted
+
+
+def fail(obj: object, method: str, error: Exception) -> None:
+    """Makes a method of one object raise."""
+
+    def raiser(*_: object, **__: object) -> None:
+        raise error
+
+    setattr(obj, method, raiser)
+
+
 class Rig:
+    """`host` and `store` are pages of those tiers, 0 for none. Copies and reads run between two turns."""
+
     def __init__(
-        self, slots: int = 64, *, delay: int = 0, max_streams: int = 4, max_rows: int = 16, context: int = 200
-    ) -> None:
+        self, slots: int = 64, *, host: int = 0, store: int = 0, max_streams: int = 4, max_rows: int = 16,
+        context: int = 200, mover: ManualMover | None = None,
+    ) -> None:  # fmt: skip
         self.clock = Clock()
-        self.pager = FakePager(slots, delay)
+        self.mover = mover or ManualMover(1)
+        self.store = MemoryStore(store) if store else None
+        self.notices: list[str] = []
+        device, lower = Arena("device", slots, RECORD, poison=True), Arena("host", host, RECORD, poison=True)
+        self.pager = Pager(
+            layout_record_bytes=RECORD,
+            page_tokens=PAGE,
+            root=ROOT,
+            device=device,
+            host=lower,
+            store=self.store,
+            mover=self.mover,
+            clock=self.clock,
+            events=lambda _kind, data: self.notices.append(str(data["text"])),
+        )
         self.decoder = FakeDecoder()
-        facts = Facts(VOCAB, context, slots * PAGE, frozenset({END}), None, add_bos=False, sampling={})
+        self.staged = StagedPages(self.store)
+        capacity = self.pager.capacity_pages * PAGE
+        facts = Facts(VOCAB, context, capacity, frozenset({END}), None, add_bos=False, sampling={})
         self.intake = Intake(facts, byte_level(), None)
         limits = Limits(max_rows, max_streams, PAGE)
-        runner = Runner(self.decoder, self.pager.arena)
+        layout = PageLayout(1, 1, 1, "fp32", PAGE)  # one layer of one key and one value, 4 bytes each
+        assert layout.payload_bytes == RECORD
+        runner = Runner(self.decoder, layout, (device.array, lower.array), self.staged)  # type: ignore[arg-type]
         self.streams = Streams(self.pager, runner, limits, self.clock)
         self.events: list[Event] = []
 
@@ -49,6 +93,7 @@ class Rig:
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
             self.streams.turn()
+            self.mover.run_all()
             self.events += self.streams.take_events()
             assert self.pager.check() == []
 
@@ -59,7 +104,11 @@ class Rig:
             self.turn()
         self.events += self.streams.take_events()
         assert not len(self.streams), "requests never ended"
-        assert self.pager.leases == [] and self.pager.pins == {} and self.pager.check() == []
+        self.check_quiet()
+
+    def check_quiet(self) -> None:
+        """Nothing is held, and the books add up."""
+        assert not self.pager.leases and self.pager.check() == []
 
     def of(self, number: int, *kinds: str) -> list[dict[str, Any]]:
         return [event.data for event in self.events if event.id == number and event.ev in kinds]

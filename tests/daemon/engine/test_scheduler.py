@@ -16,11 +16,15 @@ MEASURED = Rates(decode_s=0.01, row_s=0.004, mixed=True)
 
 
 def stream(number: int, phase: Phase, known: int, computed: int = 0, pages: int = 0, waited_s: float = 0.0) -> Stream:
-    return Stream(number, (float(number), number), phase, known, computed, pages, waited_s)
+    """One whose pages all lie on the device."""
+    held_until = max(pages * LIMITS.page_tokens, computed)
+    return Stream(number, (float(number), number), phase, known, computed, pages, held_until, waited_s=waited_s)
 
 
-def planned(*streams: Stream, free: int = 1000, rates: Rates = MEASURED, limits: Limits = LIMITS) -> scheduler.Plan:
-    return scheduler.plan(Snapshot(streams, free, rates), limits)
+def planned(
+    *streams: Stream, free: int = 1000, device: int = 1000, rates: Rates = MEASURED, limits: Limits = LIMITS
+) -> scheduler.Plan:
+    return scheduler.plan(Snapshot(streams, free, device, rates), limits)
 
 
 def test_decoding_streams_get_one_row_each() -> None:
@@ -115,6 +119,25 @@ def test_the_last_in_rank_waits_for_pages_itself() -> None:
     assert plan.preempt == () and [chunk.id for chunk in plan.chunks] == [1]
 
 
+def test_the_first_in_rank_may_outgrow_memory_when_nobody_can_give_way() -> None:
+    first = stream(1, Phase.PREFILL, 100, 40, 10)
+    assert [(chunk.start, chunk.count) for chunk in planned(first, free=0, device=3).chunks] == [(40, 12)]
+    plan = planned(first, stream(2, Phase.DECODE, 9, 8, 2), free=0, device=3)
+    assert plan.preempt == (2,) and plan.chunks == ()
+
+
+def test_a_chunk_takes_no_more_pages_than_can_be_written_on_the_device() -> None:
+    plan = planned(stream(1, Phase.PREFILL, 100), stream(2, Phase.PREFILL, 100), free=100, device=5)
+    assert sum(chunk.count for chunk in plan.chunks) == 20
+
+
+def test_rows_end_where_known_pages_begin() -> None:
+    hole = dataclasses.replace(stream(1, Phase.PREFILL, 100, 8, 2), limit=16)
+    assert [(chunk.start, chunk.count, chunk.sample) for chunk in planned(hole).chunks] == [(8, 8, False)]
+    waits = dataclasses.replace(hole, limit=8)
+    assert planned(waits).chunks == ()
+
+
 def test_contradicting_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="max_rows"):
         Limits(max_rows=4, max_streams=4, page_tokens=4)
@@ -147,7 +170,7 @@ streams_strategy = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(streams_strategy, st.integers(0, 40), st.floats(0, 0.1), st.floats(0, 0.1))
 def test_every_plan_is_valid(streams: list[Stream], free: int, decode_s: float, row_s: float) -> None:
-    plan = planned(*streams, free=free, rates=Rates(decode_s, row_s, mixed=True))
+    plan = planned(*streams, free=free, device=free, rates=Rates(decode_s, row_s, mixed=True))
     by_id = {one.id: one for one in streams}
     assert sum(chunk.count for chunk in plan.chunks) <= LIMITS.max_rows
     new_pages = 0
@@ -184,9 +207,11 @@ def test_everybody_finishes_and_the_first_never_stands_still(jobs: list[tuple[in
             break
         first = min(live.values(), key=lambda one: one.rank) if live else None
         free = total - sum(one.pages for one in live.values())
-        plan = scheduler.plan(Snapshot(tuple(live.values()), free, MEASURED), LIMITS)
+        plan = scheduler.plan(Snapshot(tuple(live.values()), free, free, MEASURED), LIMITS)
         for number in plan.preempt:
-            live[number] = dataclasses.replace(live[number], phase=Phase.WAITING, computed_tokens=0, pages=0)
+            live[number] = dataclasses.replace(
+                live[number], phase=Phase.WAITING, computed_tokens=0, pages=0, held_until=0
+            )
         for number in plan.admit:
             live[number] = dataclasses.replace(live[number], phase=Phase.PREFILL)
         moved = set(plan.admit) | set(plan.preempt)
@@ -194,7 +219,7 @@ def test_everybody_finishes_and_the_first_never_stands_still(jobs: list[tuple[in
             one = live[chunk.id]
             end = chunk.start + chunk.count
             pages = max(one.pages, scheduler.pages_for(end, 4))
-            one = dataclasses.replace(one, computed_tokens=end, pages=pages)
+            one = dataclasses.replace(one, computed_tokens=end, pages=pages, held_until=pages * 4)
             moved.add(chunk.id)
             if chunk.sample:
                 answered[chunk.id] += 1

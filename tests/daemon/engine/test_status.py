@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.daemon.engine.families import prepare, reference
-from tests.daemon.engine.live import Live
+from tests.daemon.engine.live import Live, record_bytes
 from tierd.daemon.engine.status import Meter
 
 
@@ -32,6 +32,24 @@ def test_a_snapshot_of_a_working_engine(tmp_path: Path) -> None:
         assert parts == device["total_pages"] == 16
         assert device["total_bytes"] == 16 * device["page_bytes"]
         assert set(status.tiers) == {"device", "host", "nvme"} and status.links
+        live.flush()
+        live.engine.loop.call(lambda: live.engine.board.publish(now=True)).result(5)
+        status = live.engine.board.latest
+        assert status.store["pages_written"] == 3 and status.writes["written_tokens"] == 47
+        assert status.writes["today_bytes"] == status.writes["written_bytes"] == 3 * device["page_bytes"]
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(status))["pager"]["lookups"] == 1
         with pytest.raises(AttributeError):
             status.state = "x"  # type: ignore[misc]
+
+
+def test_the_days_writes_are_bounded_over_restarts(tmp_path: Path) -> None:
+    tiny = prepare(reference("llama"), tmp_path / "model")
+    page_bytes = record_bytes(tiny, "fp32")
+    for start in (20, 70):
+        with Live(tiny, tmp_path / "cache", device=16, nvme=32, nvme_daily_writes_bytes=4 * page_bytes) as live:
+            live.run([{"tokens": list(range(start, start + 40)), "max_tokens": 8}])
+            live.engine.loop.flush(5.0).result(10)
+            live.engine.loop.call(lambda: live.engine.board.publish(now=True)).result(5)
+            writes = live.engine.board.latest.writes
+            assert writes["daily_bytes"] == 4 * page_bytes
+            assert writes["today_bytes"] == 3 * page_bytes, "the second one may write no page that nobody used twice"

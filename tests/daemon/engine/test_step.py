@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.engine.fakes import expected
-from tests.daemon.engine.rig import Rig
+from tests.daemon.engine.rig import PromptMover, Rig, fail
 from tierd.daemon.engine import step
 from tierd.daemon.engine.step import StepLoop
 from tierd.daemon.errors import EngineFailed, TooBusy
@@ -25,7 +25,7 @@ class Running(Rig):
     """The rig with its loop on a thread."""
 
     def __init__(self, **more: Any) -> None:
-        super().__init__(**more)
+        super().__init__(mover=PromptMover(1), **more)
         self.clock = time.monotonic  # type: ignore[assignment]
         self.streams._clock = time.monotonic
         self.streams._moved_s = time.monotonic()
@@ -62,7 +62,7 @@ class Running(Rig):
             assert self.changed.wait_for(done, 20.0), self.events[-3:]
 
     def check_quiet(self) -> None:
-        assert self.pager.leases == [] and self.pager.pins == {} and self.pager.check() == []
+        assert not self.pager.leases and self.pager.check() == []
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_calls_run_between_steps(rig: Running) -> None:
     assert rig.loop.call(lambda: threading.current_thread().name).result(5) == "step"
     with pytest.raises(ZeroDivisionError):
         rig.loop.call(lambda: 1 // 0).result(5)
-    assert rig.loop.flush(5.0).result(5) == 0 and rig.pager.flushed > 0
+    assert rig.loop.flush(5.0).result(5) == 0
     rig.wait(1)
 
 
@@ -196,7 +196,7 @@ def test_a_broken_page_table_ends_the_loop() -> None:
     later: list[Future[Any]] = []
     rig.put(1, PROMPT, 100)
     rig.put(2, PROMPT, 100)
-    rig.pager.fail_on["release"] = RuntimeError("books")
+    fail(rig.pager, "release", RuntimeError("books"))
     rig.pager.check = lambda: ["books do not add up"]  # type: ignore[method-assign]
     rig.loop.cancel(1)
     later.append(rig.loop.call(int))
@@ -235,7 +235,7 @@ def test_findings_at_idle_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_aborts_end_everything_once(seed: int) -> None:
     chance = random.Random(seed)
-    rig = Running(slots=16, delay=2, max_streams=3)
+    rig = Running(slots=16, host=8, max_streams=3)
     rig.loop.start()
     prompts = {n: [chance.choice((1, 2)) for _ in range(chance.randint(1, 25))] for n in range(1, 40)}
     aborted: set[int] = set()

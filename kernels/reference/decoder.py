@@ -1,4 +1,4 @@
-"""The slow twin of every kernel, in torch: what the fast ones are tested against.
+"""The twins of the CPU backend's kernels, and of its whole decoder.
 
 Written to be read. It computes each result in the most direct way, over whole matrices and one row at a time, and
 shares with the kernels only the weight and page layouts. It is not bit-equal to them: sums here go in another order.

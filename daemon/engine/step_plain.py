@@ -1,0 +1,76 @@
+"""The loop without overlap: one request, one thing after another. For readers, and as the oracle of tests.
+
+It waits for every page before it computes, reads streamed layers when they are needed, and shares its steps with
+nobody. The tokens are those of `streams`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tierd.daemon.engine import batch
+from tierd.daemon.engine.request import Request
+from tierd.daemon.engine.runner import Logits, Runner
+from tierd.daemon.engine.scheduler import pages_for
+from tierd.daemon.errors import EngineFailed
+from tierd.tiers.errors import StagingLost
+from tierd.tiers.lease import END, Lease
+from tierd.tiers.pager import Pager
+
+WAIT_S = 0.05
+TIMEOUT_S = 60.0  # without any page that came
+
+
+def generate(pager: Pager, runner: Runner, request: Request, max_rows: int, clock: Callable[[], float]) -> list[int]:
+    """The tokens of the answer. Raises EngineFailed when pages do not come, TierFull when they can't.
+
+    `runner` should be one with `overlap=False`.
+    """
+    lease = pager.match(request.tokens, request.salt)
+    try:
+        pager.fetch(lease, clock() + TIMEOUT_S)
+        _wait(pager, clock, lambda: lease.ready or not pager.promoter.is_coming(lease))
+        while request.over is None:
+            logits = _step(pager, runner, lease, request, max_rows, clock)
+            if logits is not None:
+                _, over = request.append(request.sampler.sample(logits, len(request.tokens)), clock())
+                if over is not None:
+                    break
+    finally:
+        pager.release(lease, request.tokens[: request.computed])
+    return request.tokens[request.prompt_tokens :]
+
+
+def _step(
+    pager: Pager, runner: Runner, lease: Lease, request: Request, max_rows: int, clock: Callable[[], float]
+) -> Logits | None:
+    """Compute the next rows; the logits of the last one when a token is to be drawn from them."""
+    size = pager.page_tokens
+    pager.tables.refresh(lease)
+    start = min(request.computed, min(lease.absent, default=END) * size)
+    start = request.computed = lease.skip(start)
+    held = lease.held_until(start)
+    end = min(len(request.tokens), lease.limit(start), start + max_rows, held + pager.writable_pages * size)
+    _wait(pager, clock, lambda: pager.allocate(lease, start, end))
+    pages = pager.tables.addresses(lease, pages_for(end, size))
+    is_last = end == len(request.tokens)
+    rows = batch.build([batch.Rows(request.tokens[start:end], start, pages, is_last)], size)
+    try:
+        logits = runner.run(rows, pager.tables.streamed(lease, pages))
+    except StagingLost as lost:
+        pager.tables.lose(lost.keys, pager.leases)
+        return None
+    request.computed = end
+    pager.commit(lease, request.tokens[:end])
+    return logits[0] if is_last else None
+
+
+def _wait(pager: Pager, clock: Callable[[], float], done: Callable[[], bool]) -> None:
+    """Poll until something is true."""
+    until_s = clock() + TIMEOUT_S
+    while not done():
+        if clock() >= until_s:
+            raise EngineFailed(f"no page came for {TIMEOUT_S:.0f} s")
+        if not pager.poll(clock()):
+            pager.wait(WAIT_S)
+

@@ -1,0 +1,156 @@
+"""Operations on what an engine keeps: its known prefixes, and the sizes of its arenas. They run on the io thread."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from tierd.daemon.config import total_memory_bytes
+from tierd.daemon.errors import BadRequest, Conflict, NotFound, OutOfSpace, Unsupported
+from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
+
+if TYPE_CHECKING:
+    from tierd.daemon.engine.assemble import Engine
+
+MAX_LISTED = 1000
+LISTED = 50
+PREVIEW_CHARS = 80
+RESIZE_TIMEOUT_S = 30.0
+_WAKE_EVERY_S = 0.02
+
+T = TypeVar("T")
+
+
+class _Prefix(msgspec.Struct, forbid_unknown_fields=True):
+    action: str
+    id: str = ""
+    limit: int = LISTED
+
+
+class _Resize(msgspec.Struct, forbid_unknown_fields=True):
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    timeout_s: float = RESIZE_TIMEOUT_S
+
+
+async def prefix(engine: Engine, tokenizer: Executor, args: Mapping[str, Any]) -> dict[str, Any]:
+    """`ls` {prefixes, total}, `pin`, `unpin` or `drop` {pages}. Texts are decoded on the tokenizer's thread.
+
+    Raises NotFound for an id that no page has, Conflict for pages in use or pins that leave too little room.
+    """
+    wanted = _typed(args, _Prefix, "prefix")
+    prefixes = engine.prefixes
+    match wanted.action:
+        case "ls":
+            if not 1 <= wanted.limit <= MAX_LISTED:
+                raise BadRequest(f"limit must be from 1 to {MAX_LISTED}", param="limit")
+            found, total = await asyncio.wrap_future(engine.loop.call(lambda: prefixes.listing(wanted.limit)))
+            texts = await asyncio.get_running_loop().run_in_executor(
+                tokenizer, lambda: [engine.intake.text_of(info.head)[:PREVIEW_CHARS] for info in found]
+            )
+            rows = [asdict(info) | {"text": text} for info, text in zip(found, texts, strict=True)]
+            for row in rows:
+                del row["head"]  # the text says it
+            return {"prefixes": rows, "total": total}
+        case "pin":
+            return {"pages": await _change(engine, prefixes.pin, wanted.id)}
+        case "unpin":
+            return {"pages": await _change(engine, prefixes.unpin, wanted.id)}
+        case "drop":
+            return {"pages": await _change(engine, prefixes.drop, wanted.id)}
+        case other:
+            raise Unsupported(f"no prefix action {other[:64]!r}", hint="ls, pin, unpin or drop", param="action")
+
+
+async def _change(engine: Engine, verb: Callable[[str], int], prefix_id: str) -> int:
+    try:
+        pages: int = await asyncio.wrap_future(engine.loop.call(lambda: verb(prefix_id)))
+    except PrefixUnknown as exc:
+        raise NotFound(str(exc), hint="`tierd prefix ls` lists the ids", param="id") from None
+    except PrefixInUse as exc:
+        raise Conflict(str(exc), hint="wait for the request, or `tierd prefix unpin`") from None
+    except TierFull as exc:
+        raise Conflict(str(exc), hint="unpin another prefix, or give tierd more memory") from None
+    return pages
+
+
+async def resize(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes the sizes of the arenas while streams go on; returns the sizes then.
+
+    Raises OutOfSpace, with the number that would do, when it can't be: more than the machine has, less than running
+    requests need, or slots that did not become free in time. The old sizes hold then.
+    """
+    wanted = _typed(args, _Resize, "resize")
+    pager, record_bytes = engine.pager, engine.pager.device.record_bytes
+    if wanted.device_bytes is None and wanted.host_bytes is None:
+        raise BadRequest("give device_bytes, host_bytes or both", param="device_bytes")
+    if not 0 <= wanted.timeout_s <= 600:
+        raise BadRequest("timeout_s must be a number of seconds from 0 to 600", param="timeout_s")
+    device_slots = None if wanted.device_bytes is None else wanted.device_bytes // record_bytes
+    host_slots = None if wanted.host_bytes is None else wanted.host_bytes // record_bytes
+    for name, size in (("device_bytes", wanted.device_bytes), ("host_bytes", wanted.host_bytes)):
+        if size is not None and size < 0:
+            raise BadRequest(f"{name} must not be negative", param=name)
+    if device_slots == 0:
+        raise BadRequest(f"the device needs {record_bytes} bytes, which is a page", param="device_bytes")
+    _check_memory(wanted, (pager.device.slots * record_bytes, pager.host.slots * record_bytes), total_memory_bytes())
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[str] = loop.create_future()
+
+    def done(reason: str) -> None:
+        loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(reason))
+
+    deadline_s = pager.clock() + wanted.timeout_s
+    try:
+        call = engine.loop.call(lambda: pager.resizer.start(device_slots, host_slots, deadline_s, done))
+        await asyncio.wrap_future(call)
+    except TierFull as exc:
+        raise OutOfSpace(f"{exc} (a page has {record_bytes} bytes)") from None
+    while not ended.done():
+        engine.loop.wake()  # it may have nothing else to do
+        await asyncio.wait([ended], timeout=_WAKE_EVERY_S)
+    if reason := ended.result():
+        raise OutOfSpace(
+            f"{reason} after {wanted.timeout_s:g} s; the old sizes hold", hint="try again when fewer requests run"
+        )
+    _tell_capacity(engine)
+    return {
+        "device_bytes": pager.device.slots * record_bytes,
+        "host_bytes": pager.host.slots * record_bytes,
+        "device_pages": pager.device.slots,
+        "host_pages": pager.host.slots,
+    }
+
+
+def _check_memory(wanted: _Resize, now: tuple[int, int], total_bytes: int) -> None:
+    """Both arenas lie in RAM. Raises OutOfSpace that says how much would fit."""
+    device_bytes = now[0] if wanted.device_bytes is None else wanted.device_bytes
+    host_bytes = now[1] if wanted.host_bytes is None else wanted.host_bytes
+    if device_bytes + host_bytes <= total_bytes:
+        return
+    name, other = ("device", host_bytes) if wanted.device_bytes is not None else ("host", device_bytes)
+    raise OutOfSpace(
+        f"{device_bytes / 1e9:.1f} GB on the device and {host_bytes / 1e9:.1f} GB below are more than this machine's "
+        f"memory of {total_bytes / 1e9:.1f} GB; {max(0, total_bytes - other)} bytes of {name} memory would fit",
+        param=f"{name}_bytes",
+    )
+
+
+def _tell_capacity(engine: Engine) -> None:
+    """What one sequence may have from now on."""
+    pager = engine.pager
+    capacity_tokens = min(engine.position_tokens, pager.capacity_pages * pager.page_tokens)
+    engine.intake.facts = dataclasses.replace(engine.intake.facts, capacity_tokens=capacity_tokens)
+
+
+def _typed(args: Mapping[str, Any], kind: type[T], what: str) -> T:
+    try:
+        return msgspec.convert(dict(args), kind, strict=True)
+    except msgspec.ValidationError as exc:
+        raise BadRequest(f"{what}: {str(exc).replace('`', '')}") from None

@@ -1,0 +1,142 @@
+"""Prefixes and sizes of a whole engine with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.engine.families import prepare, reference
+from tests.daemon.engine.live import Live
+from tierd.daemon.engine import tend
+from tierd.daemon.errors import BadRequest, Conflict, NotFound, OutOfSpace, TierdError, Unsupported
+from tierd.tiers.arena import SlotState
+
+PROMPT = list(range(20, 60))
+
+REFUSED_PREFIXES: list[tuple[dict[str, Any], type[TierdError]]] = [
+    ({"action": "pin", "id": "0000"}, NotFound),
+    ({"action": "drop", "id": "xyz!"}, NotFound),
+    ({"action": "sell"}, Unsupported),
+    ({"action": "ls", "limit": 0}, BadRequest),
+    ({"action": "ls", "limit": "many"}, BadRequest),
+    ({}, BadRequest),
+]
+REFUSED_SIZES: list[dict[str, Any]] = [
+    {}, {"device_bytes": 0}, {"device_bytes": 3}, {"host_bytes": -1}, {"device_bytes": "x"}, {"timeout_s": 3},
+    {"host_bytes": 0, "timeout_s": 1e9}, {"host_bytes": 0, "speed": 1},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(reference("llama"), tmp_path_factory.mktemp("tend") / "model")
+
+
+@pytest.fixture
+def live(model: Path, tmp_path: Path) -> Iterator[Live]:
+    with Live(model, tmp_path / "cache", device=32, host=16, nvme=64) as live:
+        yield live
+
+
+async def prefix(live: Live, **args: Any) -> dict[str, Any]:
+    with ThreadPoolExecutor(1) as tokenizer:
+        return await tend.prefix(live.engine, tokenizer, args)
+
+
+async def resize(live: Live, device: int | None = None, host: int | None = None, **more: Any) -> dict[str, Any]:
+    record_bytes = live.engine.pager.device.record_bytes
+    sizes = {"device_bytes": device, "host_bytes": host}
+    args = {name: pages * record_bytes for name, pages in sizes.items() if pages is not None}
+    return await tend.resize(live.engine, args | more)
+
+
+async def test_prefixes_are_listed_with_their_text_pinned_and_dropped(live: Live) -> None:
+    live.run([{"tokens": PROMPT, "max_tokens": 8}])
+    answer = await prefix(live, action="ls")
+    [one] = answer["prefixes"]
+    assert answer["total"] == 1
+    assert one["tokens"] == 47 and one["pages"] == 3
+    assert one["text"].startswith(live.engine.intake.text_of(PROMPT[:30]))
+    assert await prefix(live, action="pin", id=one["id"][:10]) == {"pages": 3}
+    assert (await prefix(live, action="ls", limit=1))["prefixes"][0]["pinned"]
+    with pytest.raises(Conflict, match="pinned"):
+        await prefix(live, action="drop", id=one["id"])
+    assert await prefix(live, action="unpin", id=one["id"]) == {"pages": 3}
+    assert await prefix(live, action="drop", id=one["id"]) == {"pages": 3}
+    assert await prefix(live, action="ls") == {"prefixes": [], "total": 0}
+
+
+async def test_pins_outlive_the_engine(model: Path, tmp_path: Path) -> None:
+    with Live(model, tmp_path / "cache", device=16, nvme=32) as live:
+        live.run([{"tokens": PROMPT, "max_tokens": 8}])
+        [one] = (await prefix(live, action="ls"))["prefixes"]
+        await prefix(live, action="pin", id=one["id"])
+        live.flush()
+    with Live(model, tmp_path / "cache", device=16, nvme=32) as live:
+        [again] = (await prefix(live, action="ls"))["prefixes"]
+        assert again["id"] == one["id"] and again["pinned"]
+
+
+async def test_prefix_refusals(live: Live) -> None:
+    for args, error in REFUSED_PREFIXES:
+        with pytest.raises(error):
+            await prefix(live, **args)
+
+
+async def test_sizes_change_while_streams_go_on_and_no_token_does(live: Live) -> None:
+    submits = [{"tokens": [*PROMPT, 60 + number], "max_tokens": 60} for number in range(4)]
+    wanted = [tokens for tokens, _ in live.run(submits)]
+    live.engine.loop.call(live.engine.pager.clear).result(5)
+    numbers = [live.submit(**submit) for submit in submits]
+    for device, host in ((20, 12), (32, 2), (40, 16), (18, 16), (32, 8)):
+        try:
+            sizes = await resize(live, device, host)
+        except OutOfSpace as exc:
+            assert "need" in str(exc)
+        else:
+            assert (sizes["device_pages"], sizes["host_pages"]) == (device, host)
+        await asyncio.sleep(0.02)
+    found = await asyncio.to_thread(live.collect, *numbers)
+    assert [found[number][0] for number in numbers] == wanted
+    assert live.engine.loop.call(live.engine.pager.check).result(5) == []
+
+
+async def test_what_one_sequence_may_have_follows_the_sizes(model: Path, tmp_path: Path) -> None:
+    with Live(model, tmp_path / "cache", device=8, nvme=0, context=128) as live:
+        assert live.engine.intake.facts.capacity_tokens == 8 * 16
+        assert (await resize(live, 4))["device_pages"] == 4
+        assert live.engine.intake.facts.capacity_tokens == 4 * 16
+        assert (await resize(live, 20, 4))["host_pages"] == 4
+        assert live.engine.intake.facts.capacity_tokens == 128
+
+
+async def test_more_than_the_machine_has_is_refused_with_the_number_that_fits(live: Live) -> None:
+    with pytest.raises(OutOfSpace, match=r"\d+ bytes of device memory would fit"):
+        await resize(live, device_bytes=1 << 50)
+    with pytest.raises(OutOfSpace, match=r"\d+ bytes of host memory would fit"):
+        await resize(live, host_bytes=1 << 50)
+    assert live.engine.pager.device.slots == 32
+
+
+async def test_resize_refusals(live: Live) -> None:
+    for args in REFUSED_SIZES:
+        with pytest.raises(BadRequest):
+            await resize(live, **args)
+    assert live.engine.pager.device.slots == 32
+
+
+async def test_what_does_not_become_free_in_time_is_told(live: Live) -> None:
+    pager = live.engine.pager
+    slots = [pager.device.alloc(SlotState.FILLING) for _ in range(32)]
+    with pytest.raises(OutOfSpace, match=r"28 pages of device memory beyond 4 are still in use after 0.1 s"):
+        await resize(live, 4, timeout_s=0.1)
+    assert pager.device.slots == 32
+    for slot in slots:
+        assert slot is not None
+        pager.device.drop(slot)
+

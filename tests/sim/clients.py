@@ -1,0 +1,137 @@
+"""Scripted clients: what they ask for, what they must get, and what they got."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.sim.decoder import PAGE_TOKENS, VOCAB, Oracle
+from tests.sim.engine import END_TOKEN, Geometry
+from tierd.daemon.engine.sampler import Sampler, settle
+from tierd.daemon.protocol import Event, Sampling, Submit
+
+TERMINAL = ("done", "refused", "aborted", "failed")
+TENANTS = ["", "", "", "alice", "bob"]
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One generation, from the first submit through all resubmits after crashes to its one end."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    tenant: str
+    priority: int
+    wanted: list[int]  # tokens of the answer, the end token left out
+    finish: str
+    request_id: int = 0  # of the newest submit; 0 before the first
+    got: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)  # terminal events
+    cancelled: bool = False
+    excused: bool = False  # a fault was injected that may end it with `failed`
+
+    @property
+    def submit(self) -> Submit:
+        """The frame, as the front sends it: with the tokens that the client has already."""
+        return Submit(
+            "sim",
+            tokens=self.prompt,
+            sampling=self.sampling,
+            tenant=self.tenant,
+            priority=self.priority,
+            resume=tuple(self.got),
+        )
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Every token that its pages may come to hold."""
+        return (*self.prompt, *self.wanted, END_TOKEN)
+
+    def take(self, event: Event) -> str:
+        """Books an event; what is wrong with it, or nothing."""
+        if self.ends:
+            return f"{event.ev} after {self.ends}"
+        data: dict[str, Any] = event.data
+        if event.ev == "text":
+            self.got += data["tokens"]
+            if self.got != self.wanted[: len(self.got)]:
+                return f"wrong tokens: {self.got}, not {self.wanted}"
+        elif event.ev in TERMINAL:
+            self.ends.append(event.ev)
+            return self._judge_end(event.ev, data)
+        return ""
+
+    @property
+    def pages(self) -> int:
+        """Pages that it needs at the end."""
+        return -(-(len(self.prompt) + len(self.wanted)) // PAGE_TOKENS)
+
+    def _judge_end(self, kind: str, data: dict[str, Any]) -> str:
+        if kind == "done":
+            short = self.excused and data["finish"] == "length"  # the disk that was to hold the rest is gone
+            if (self.got, data["finish"]) != (self.wanted, self.finish) and not short:
+                return f"done with {self.got} ({data['finish']}), not {self.wanted} ({self.finish})"
+        elif kind == "aborted" and not self.cancelled:
+            return "aborted, and nobody cancelled it"
+        elif kind == "failed" and not self.excused:
+            return f"failed: {data}"
+        elif kind == "refused":
+            return f"refused: {data}"
+        return ""
+
+
+def draw_clients(rng: random.Random, geometry: Geometry, count: int) -> list[Client]:
+    """Clients whose prompts share prefixes: documents, and conversations that go on."""
+    alphabet = rng.choice([2, 5, VOCAB - 1])
+    documents = [_tokens(rng, alphabet, rng.randint(1, geometry.longest)) for _ in range(rng.randint(1, 3))]
+    clients: list[Client] = []
+    for _ in range(count):
+        if clients and rng.random() < 0.4:
+            earlier = rng.choice(clients)
+            base, tenant = (*earlier.prompt, *earlier.wanted), earlier.tenant
+        else:
+            document = rng.choice(documents)
+            cut = len(document) if rng.random() < 0.5 else rng.randint(0, len(document))
+            base, tenant = document[:cut], rng.choice(TENANTS)
+        more = 0 if base and rng.random() < 0.1 else rng.choice([1, 3, 4, 8, 16, 40])
+        prompt = (*base, *_tokens(rng, alphabet, more))
+        prompt = prompt[: max(1, geometry.longest - rng.choice([1, 1, 2, 5, 20]))]
+        if not prompt:
+            prompt = _tokens(rng, alphabet, 1)
+        clients.append(_client(rng, geometry, prompt, tenant))
+    return clients
+
+
+def _client(rng: random.Random, geometry: Geometry, prompt: tuple[int, ...], tenant: str) -> Client:
+    sampling = Sampling(
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
+        seed=rng.randrange(1000),
+        max_tokens=rng.choice([1, 2, 5, 10, 20, 40, None if len(prompt) + 60 > geometry.longest else 60]),
+        ignore_eos=rng.random() < 0.7,
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+    )
+    wanted, finish = _answer(prompt, sampling, geometry.longest)
+    return Client(prompt, sampling, tenant, rng.choice([0, 0, 0, -1, 1]), wanted, finish)
+
+
+def _answer(prompt: tuple[int, ...], sampling: Sampling, limit: int) -> tuple[list[int], str]:
+    """What the model says, without tiers, batches or crashes."""
+    if sampling.max_tokens is not None:
+        limit = min(limit, len(prompt) + sampling.max_tokens)
+    sampler = Sampler(settle(sampling, {}, 0), VOCAB, prompt)
+    oracle = Oracle()
+    for token in prompt[:-1]:
+        oracle.push(token)
+    last, answer = prompt[-1], []
+    while len(prompt) + len(answer) < limit:
+        last = sampler.sample(oracle.push(last), len(prompt) + len(answer))
+        if last == END_TOKEN and not sampling.ignore_eos:
+            return answer, "stop"
+        sampler.accept(last)
+        answer.append(last)
+    return answer, "length"
+
+
+def _tokens(rng: random.Random, alphabet: int, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(alphabet) for _ in range(count))

@@ -1,0 +1,104 @@
+"""Seeded runs of the whole engine under the scheduler, and proof that the simulator notices what goes wrong.
+
+A seed that fails says how to run it again:
+
+    TIERD_SIM_SEEDS=137 pytest tests/sim -k test_seed             (one seed)
+    TIERD_SIM_SEEDS=1000-1999 pytest tests/sim -k test_seed       (a thousand others)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from tests.sim.simulation import Simulation
+from tierd.tiers import pager
+from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.records import Records
+
+SEEDS = 25
+MANY_SEEDS = 500
+MUTANT_SEEDS = 150  # a mutant that none of them notices is one that the simulator can't see
+
+
+def chosen() -> range:
+    """The seeds asked for, else the first few."""
+    text = os.environ.get("TIERD_SIM_SEEDS", f"0-{SEEDS - 1}")
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+@pytest.mark.parametrize("seed", chosen())
+def test_seed(seed: int) -> None:
+    Simulation(seed).run()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(SEEDS, SEEDS + MANY_SEEDS))
+def test_many_seeds(seed: int) -> None:
+    Simulation(seed).run()
+
+
+def test_a_seed_says_it_all() -> None:
+    runs = [Simulation(3) for _ in range(2)]
+    for run in runs:
+        run.run()
+    assert runs[0].log == runs[1].log
+    assert runs[0].turns == runs[1].turns > 10
+    assert [client.got for client in runs[0].clients] == [client.got for client in runs[1].clients]
+
+
+def blind_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a slot holds is taken for the page."""
+    read = Records._read
+
+    def unchecked(self: Records, row: object, dest: object, scratch: object) -> None:
+        try:
+            read(self, row, dest, scratch)  # type: ignore[arg-type]
+        except Exception:
+            return
+
+    monkeypatch.setattr(Records, "_read", unchecked)
+
+
+def early_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is given out again although a copy still reads it."""
+
+    def drop(self: Arena, slot: int) -> None:
+        self.set_state(slot, SlotState.DRAINING)
+        self._refs[slot] = 1
+        self._unref(slot)
+
+    monkeypatch.setattr(Arena, "retain", lambda self, slot: self._generations[slot])
+    monkeypatch.setattr(Arena, "release", lambda *_: None)
+    monkeypatch.setattr(Arena, "drop", drop)
+
+
+def one_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The salt is forgotten."""
+    monkeypatch.setattr(pager, "salted_root", lambda root, _salt: root)
+
+
+def forgotten_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease now and then keeps a private page."""
+    release = pager.Pager.release
+
+    def leak(self: pager.Pager, lease: pager.Lease, tokens: list[int]) -> None:
+        if lease.private:
+            del lease.private[-1]
+        release(self, lease, tokens)
+
+    monkeypatch.setattr(pager.Pager, "release", leak)
+
+
+@pytest.mark.parametrize("mutant", [blind_store, early_free, one_tenant, forgotten_release])
+def test_mutants_are_noticed(monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    mutant(monkeypatch)
+    for seed in range(MUTANT_SEEDS):
+        try:
+            Simulation(seed).run()
+        except (AssertionError, ValueError, IndexError, KeyError):
+            return
+    raise AssertionError(f"{MUTANT_SEEDS} seeds saw nothing of {mutant.__name__}")

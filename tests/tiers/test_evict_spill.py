@@ -1,0 +1,364 @@
+"""Room among the pages of leases, which then read them below; and pages that the user wants kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiers.fakes import ManualMover, MemoryStore, Rig
+from tierd.tiers.errors import StoreFull, TierFull
+from tierd.tiers.lease import Lease
+from tierd.tiers.page import Tier
+from tierd.tiers.prefix import Leaving, Node
+
+A = list(range(1, 13))
+B = list(range(101, 113))
+
+
+def running(rig: Rig, tokens: list[int] = A) -> Lease:
+    """A lease that has computed its tokens."""
+    lease = rig.start(tokens)
+    rig.grow(lease, tokens, lease.skip(0))
+    return lease
+
+
+def keep(rig: Rig, tokens: list[int]) -> list[Node]:
+    """The user wants these pages kept."""
+    lease = rig.start([*tokens, 0])
+    nodes = lease.nodes
+    for node in nodes:
+        node.kept = True
+    rig.pager.release(lease, tokens)
+    rig.settle()
+    return nodes
+
+
+def watched(rig: Rig, lease: Lease, wanted: int) -> int:
+    """Asks for `wanted` slots for another lease, a job at a time; every page has a copy all the while. Free slots."""
+    other = rig.pager.match([7])
+    for _ in range(50):
+        if rig.pager.allocate(other, 0, wanted * 4):
+            break
+        assert all(node.has_copy for node in lease.nodes)
+        rig.expect(lease, A)
+        rig.check()
+        if not rig.manual.run():
+            rig.now_s += 0.1
+        rig.poll()
+    rig.expect(lease, A)
+    rig.check()
+    return len(other.private)
+
+
+@pytest.mark.parametrize(
+    ("host", "store", "where"),
+    [
+        (3, None, [(-1, True, False)] * 3),
+        (1, MemoryStore, [(-1, True, True), (-1, False, True), (-1, False, True)]),
+        (0, MemoryStore, [(-1, False, True)] * 3),
+    ],
+    ids=["host", "host and store", "store"],
+)
+def test_pages_under_a_lease_spill_and_are_never_without_a_copy(
+    host: int, store: type[MemoryStore] | None, where: list[tuple[int, bool, bool]]
+) -> None:
+    rig = Rig(device=3, host=host, store=store() if store is not None else None)
+    lease = running(rig)
+    assert watched(rig, lease, 3) == 3
+    rig.settle()
+    assert [(node.device, node.host >= 0, node.durable) for node in lease.nodes] == where
+    assert rig.pager.statistics().spills == 3
+    rig.expect(lease, A)
+    rig.check()
+    rig.close()
+
+
+def test_a_durable_page_spills_at_once() -> None:
+    rig = Rig(device=3, host=0, store=MemoryStore())
+    lease = running(rig)
+    rig.pager.flush(rig.now_s + 1)
+    assert rig.pager.allocate(rig.pager.match([7]), 0, 8)
+    assert not rig.manual.queued
+    rig.expect(lease, A)
+    rig.check()
+    rig.close()
+
+
+def test_a_page_that_is_not_durable_is_written_before_it_spills() -> None:
+    store = MemoryStore()
+    rig = Rig(device=3, host=0, store=store)
+    lease, other = running(rig), rig.pager.match([7])
+    assert not rig.pager.allocate(other, 0, 4)
+    assert lease.nodes[0].leaving is Leaving.WRITE
+    assert lease.nodes[0].device >= 0
+    rig.poll()  # the write starts without waiting for a group
+    assert rig.manual.run()
+    assert lease.nodes[0].key in store.rows
+    assert lease.nodes[0].device >= 0
+    rig.poll()
+    assert lease.nodes[0].device < 0
+    assert rig.pager.allocate(other, 0, 4)
+    rig.expect(lease, A)
+    rig.check()
+    rig.close()
+
+
+def test_idle_pages_go_before_those_of_leases() -> None:
+    rig = Rig(device=6, host=6)
+    rig.serve(B)
+    lease = running(rig)
+    rig.allocate(rig.pager.match([7]), 0, 12)
+    rig.settle()
+    assert rig.pager.statistics().spills == 0
+    assert all(node.device >= 0 for node in lease.nodes)
+    rig.check()
+    rig.close()
+
+
+def test_the_longest_there_spill_first_and_no_more_than_needed() -> None:
+    rig = Rig(device=6, host=6)
+    lease, later = running(rig), running(rig, B)
+    rig.allocate(rig.pager.match([7]), 0, 8)
+    rig.settle()
+    assert [node.device >= 0 for node in lease.nodes + later.nodes] == [False, False, True, True, True, True]
+    assert rig.pager.statistics().spills == 2
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("with_store", [False, True])
+def test_without_a_tier_below_nothing_leaves_a_lease(with_store: bool) -> None:
+    store = MemoryStore() if with_store else None
+    if store is not None:
+        store.fail_write = StoreFull("the disk is full")
+    rig = Rig(device=3, host=0, store=store)
+    lease, other = running(rig), rig.pager.match([7])
+    for _ in range(5):
+        assert not rig.pager.allocate(other, 0, 4)
+        rig.settle()
+        rig.check()
+    rig.expect(lease, A)
+    assert all(node.device >= 0 for node in lease.nodes)
+    assert rig.pager.writable_pages == 0 or with_store
+    rig.pager.release(lease, A)
+    rig.allocate(other, 0, 12)  # idle pages may go for ever
+    rig.check()
+    rig.close()
+
+
+def test_a_full_host_sends_pages_to_the_store() -> None:
+    rig = Rig(device=3, host=2, store=MemoryStore())
+    first = running(rig)
+    assert watched(rig, first, 3) == 3
+    second = rig.pager.match([8])
+    with pytest.raises(AssertionError, match="no room"):
+        rig.allocate(second, 0, 4)  # pages that are being written never leave
+    rig.expect(first, A)
+    assert sum(node.host >= 0 for node in first.nodes) == 2
+    rig.check()
+    rig.close()
+
+
+def test_idle_pages_of_the_host_give_way_to_those_of_leases() -> None:
+    rig = Rig(device=3, host=3)
+    rig.serve(B)
+    lease = running(rig)  # B goes down
+    rig.allocate(rig.pager.match([7]), 0, 12)
+    rig.expect(lease, A)
+    assert all(node.host >= 0 for node in lease.nodes)
+    assert rig.pager.match([*B, 1]).num_tokens == 0
+    rig.check()
+    rig.close()
+
+
+def test_a_queue_that_is_full_delays_a_spill() -> None:
+    rig = Rig(device=3, host=3, mover=ManualMover(1, capacity=1))
+    lease = running(rig)
+    assert watched(rig, lease, 3) == 3
+    rig.settle()
+    rig.check()
+    rig.close()
+
+
+def test_a_spill_that_fails_leaves_the_page_where_it_is() -> None:
+    rig = Rig(device=3, host=3)
+    lease = running(rig)
+
+    def fail(_dest: object, _source: object) -> None:
+        raise OSError("the copy failed")
+
+    rig.mover._copy = fail
+    assert not rig.pager.allocate(rig.pager.match([7]), 0, 4)
+    rig.manual.run_all()
+    rig.mover._copy = lambda dest, source: dest.__setitem__(slice(None), source)
+    rig.poll()
+    rig.expect(lease, A)
+    rig.settle()
+    rig.expect(lease, A)
+    rig.check()
+    rig.close()
+
+
+def test_a_lease_that_ends_while_its_page_spills_leaves_a_cached_page() -> None:
+    rig = Rig(device=3, host=3)
+    lease, other = running(rig), rig.pager.match([7])
+    assert not rig.pager.allocate(other, 0, 12)
+    rig.pager.release(lease, A)
+    rig.check()
+    rig.settle()
+    rig.check()
+    assert rig.pager.allocate(other, 0, 12)
+    assert rig.pager.match([*A, 1]).hit_host == 12
+    rig.check()
+    rig.close()
+
+
+def test_room_that_was_found_is_not_made_twice() -> None:
+    rig = Rig(device=4, host=0, store=MemoryStore())
+    lease = running(rig)
+    rig.pager.flush(rig.now_s + 1)
+    rig.allocate(rig.pager.match([7]), 0, 8)
+    rig.settle()
+    assert sum(node.device >= 0 for node in lease.nodes) == 2
+    assert rig.pager.statistics().spills == 1
+    rig.close()
+
+
+def test_room_for_a_lease_that_has_gone_is_not_made() -> None:
+    rig = Rig(device=3, host=3, mover=ManualMover(1, capacity=1))
+    lease, other = running(rig), rig.pager.match([7])
+    assert not rig.pager.allocate(other, 0, 12)
+    rig.pager.release(other, [])
+    rig.settle()
+    assert rig.pager.statistics().spills <= 1  # what was on its way
+    rig.expect(lease, A)
+    rig.check()
+    rig.close()
+
+
+def test_a_copy_that_wants_a_slot_takes_none_from_leases() -> None:
+    store = MemoryStore()
+    rig = Rig(device=4, host=0, store=store)
+    rig.serve([9, 9, 9, 9])
+    rig.pager.flush(rig.now_s + 1)
+    lease, other = running(rig), rig.pager.match([7])
+    store.fail_write = StoreFull("the disk is full")
+    assert not rig.pager.allocate(other, 0, 8)  # would be had once two pages are written
+    last = rig.pager.match([9, 9, 9, 8])
+    rig.pager.fetch(last, rig.now_s + 100)
+    assert last.tail is not None
+    rig.manual.run_all()
+    rig.poll()  # they are not: the copy for the last one must not drive out its own source
+    rig.settle()
+    rig.check()
+    rig.expect(lease, A)
+    assert last.tail is None
+    rig.close()
+
+
+def test_a_lease_larger_than_two_arenas_runs_to_the_end_of_the_third_tier() -> None:
+    rig = Rig(device=2, host=2, store=MemoryStore(6))
+    tokens = list(range(1, 33))  # eight pages
+    lease = rig.start(tokens)
+    rig.grow(lease, tokens, 0)
+    rig.expect(lease, tokens)
+    rig.check()
+    with pytest.raises(TierFull, match="11 pages do not fit the 10 of all tiers"):
+        rig.pager.allocate(lease, 40, 44)
+    rig.pager.release(lease, tokens)
+    rig.settle()
+    rig.check()
+    rig.close()
+
+
+# What the user wants kept
+
+
+def test_a_page_that_is_kept_has_its_last_copy_to_the_end() -> None:
+    rig = Rig(device=3, host=0)
+    rig.serve(A)
+    kept = keep(rig, A)
+    other = rig.pager.match(B)
+    assert not rig.pager.allocate(other, 0, 4)
+    rig.settle()
+    assert not rig.pager.allocate(other, 0, 4)
+    assert all(node.device >= 0 for node in kept)
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize(("host", "with_store"), [(3, False), (0, True), (2, True)])
+def test_a_page_that_is_kept_goes_down_and_stays_there(host: int, with_store: bool) -> None:
+    rig = Rig(device=3, host=host, store=MemoryStore(3) if with_store else None)
+    rig.serve(A)
+    kept = keep(rig, A)
+    for start in range(100, 200, 20):
+        rig.now_s += 1000
+        rig.serve(list(range(start, start + 12)))
+        rig.settle()
+        rig.check()
+        assert all(node.has_copy for node in kept)
+    assert rig.serve([*A, 1][:13]) == 12
+    rig.settle()
+    rig.check()
+    rig.close()
+
+
+def test_a_page_that_is_kept_and_has_nowhere_to_go_holds_up_no_other() -> None:
+    store = MemoryStore()
+    store.fail_write = StoreFull("the disk is full")
+    rig = Rig(device=3, host=0, store=store)
+    rig.serve(A[:4])
+    kept = keep(rig, A[:4])
+    rig.now_s += 100_000  # it is the first that would go
+    rig.serve(B[:8])
+    rig.settle()  # the store is found full
+    assert rig.pager.writeback.paused
+    other = rig.pager.match([7])
+    rig.allocate(other, 0, 8)
+    assert kept[0].device >= 0
+    assert not rig.pager.allocate(other, 8, 12)
+    rig.check()
+    rig.close()
+
+
+def test_a_page_that_is_kept_displaces_host_pages_of_greater_value() -> None:
+    rig = Rig(device=4, host=3)
+    rig.serve(A[:4])
+    lease = rig.start([*A[:4], 0])
+    (kept,) = lease.nodes
+    kept.kept = True
+    for _ in range(3):
+        rig.serve(B)  # often used, so worth more
+    other = rig.pager.match([7])
+    rig.allocate(other, 0, 12)  # they go down
+    rig.pager.release(other, [])
+    rig.pager.release(lease, A[:4])
+    assert (rig.host.num_free, kept.host) == (0, -1)
+    rig.allocate(rig.pager.match([7]), 0, 16)
+    assert kept.host >= 0
+    rig.check()
+    rig.close()
+
+
+def test_a_partial_page_that_is_kept_stays_beside_the_longer_one() -> None:
+    rig = Rig()
+    rig.serve(A[:6])
+    (partial,) = [node for node in rig.pager.index.nodes.values() if node.num_tokens == 2]
+    partial.kept = True
+    rig.serve(A)
+    rig.settle()
+    assert partial.alive
+    rig.check()
+    rig.close()
+
+
+def test_a_page_that_is_kept_leaves_the_store_only_when_memory_has_it() -> None:
+    rig = Rig(device=3, host=0, store=MemoryStore())
+    rig.serve(A)
+    (*_, last) = keep(rig, A)
+    rig.pager.flush(rig.now_s + 1)
+    assert rig.pager.residency.evictable(last, Tier.NVME)
+    rig.pager.evictor.make_room(1)
+    assert not last.readable
+    assert not rig.pager.residency.evictable(last, Tier.NVME)
+    rig.close()

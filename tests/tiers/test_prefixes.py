@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.fakes import MemoryStore, Rig
+from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
+from tierd.tiers.prefixes import Prefixes, PrefixInfo
+
+SYSTEM = list(range(1, 9))  # two pages
+ONE = [*SYSTEM, *range(11, 19)]  # two more
+TWO = [*SYSTEM, *range(21, 26)]  # one more, and a partial one
+OTHER = list(range(31, 35))
+
+
+def served(store: MemoryStore | None = None, device: int = 40) -> Rig:
+    rig = Rig(device=device, host=0, store=store)
+    rig.poll()
+    for tokens in (ONE, TWO, OTHER):
+        rig.serve(tokens)
+        rig.now_s += 10
+    return rig
+
+
+def by_tokens(prefixes: Prefixes) -> dict[int, PrefixInfo]:
+    return {info.tokens: info for info in prefixes.listing(100)[0]}
+
+
+def test_runs_without_a_branch_are_one_line() -> None:
+    rig = served()
+    found = by_tokens(Prefixes(rig.pager, None))
+    assert sorted(found) == [4, 8, 13, 16]
+    one, two, system = found[16], found[13], found[8]
+    assert (one.parent, two.parent, system.parent) == (system.id, system.id, "")
+    assert (one.pages, one.own_tokens, one.device, one.nvme) == (4, 8, 4, 0)
+    assert (two.pages, two.own_tokens) == (4, 5)
+    assert (system.head, one.head) == (tuple(SYSTEM), tuple(ONE[8:]))
+    assert (system.hits, one.hits) == (1, 0)
+    assert one.idle_s == 30
+    assert not one.in_use
+    rig.close()
+
+
+def test_the_newest_come_first_and_the_rest_is_counted() -> None:
+    rig = served()
+    found, count = Prefixes(rig.pager, None).listing(2)
+    assert count == 4
+    assert found[0].tokens == len(OTHER)
+    assert len(found) == 2
+    rig.close()
+
+
+def test_a_running_request_is_seen() -> None:
+    rig = served()
+    lease = rig.start([*ONE, 99])
+    assert by_tokens(Prefixes(rig.pager, None))[16].in_use
+    rig.pager.release(lease, ONE)
+    rig.close()
+
+
+def test_pages_under_pressure_go_and_pinned_ones_stay() -> None:
+    rig = served(device=20)
+    prefixes = Prefixes(rig.pager, None)
+    assert prefixes.pin(by_tokens(prefixes)[16].id[:8]) == 4
+    assert by_tokens(prefixes)[16].pinned
+    for start in range(1000, 2000, 40):
+        rig.serve(list(range(start, start + 40)))
+    found = by_tokens(prefixes)
+    assert 16 in found and 13 not in found
+    rig.check()
+    assert prefixes.unpin(found[16].id) == 4
+    for start in range(2000, 3000, 40):
+        rig.serve(list(range(start, start + 40)))
+    assert 16 not in by_tokens(prefixes)
+    rig.check()
+    rig.close()
+
+
+def test_a_pin_ends_where_it_was_set() -> None:
+    rig = served()
+    prefixes = Prefixes(rig.pager, None)
+    system = by_tokens(prefixes)[8].id
+    prefixes.pin(system)
+    found = by_tokens(prefixes)
+    assert found[8].pinned and not found[16].pinned
+    rig.serve([*OTHER, *range(40, 48)])
+    first = next(info for info in prefixes.listing(9)[0] if info.head[:4] == tuple(OTHER))
+    key = next(node.key.hex() for node in rig.pager.index.nodes.values() if node.packed[:1] == bytes([31]))
+    prefixes.pin(key)
+    runs = [info for info in prefixes.listing(9)[0] if info.tokens in (4, 12)]
+    assert first.tokens == 12
+    assert [(info.tokens, info.pinned) for info in sorted(runs, key=lambda info: info.tokens)] == [
+        (4, True), (12, False),
+    ]  # fmt: skip
+    rig.close()
+
+
+def test_unpinning_what_is_not_pinned() -> None:
+    rig = served()
+    prefixes = Prefixes(rig.pager, None)
+    with pytest.raises(PrefixUnknown, match="is not pinned"):
+        prefixes.unpin(by_tokens(prefixes)[16].id)
+    rig.close()
+
+
+def test_too_much_can_not_be_pinned() -> None:
+    rig = served(device=20)
+    rig.serve(list(range(500, 544)))
+    prefixes = Prefixes(rig.pager, None)
+    with pytest.raises(TierFull, match="11 more would be more than half of the 20 pages"):
+        prefixes.pin(by_tokens(prefixes)[44].id)
+    assert not by_tokens(prefixes)[44].pinned
+    rig.close()
+
+
+def test_drop_forgets_a_run_and_what_goes_on_from_it() -> None:
+    store = MemoryStore()
+    rig = served(store)
+    rig.settle()
+    prefixes = Prefixes(rig.pager, None)
+    assert prefixes.drop(by_tokens(prefixes)[16].id) == 2
+    assert sorted(by_tokens(prefixes)) == [4, 13]  # what is left of the tree has no branch any more
+    rig.settle()
+    assert len(store.rows) == 5
+    rig.check()
+    assert prefixes.drop(by_tokens(prefixes)[13].id) == 4
+    assert sorted(by_tokens(prefixes)) == [4]
+    rig.settle()
+    rig.check()
+    rig.close()
+
+
+def test_what_is_in_use_is_not_dropped() -> None:
+    rig = served()
+    prefixes = Prefixes(rig.pager, None)
+    lease = rig.start([*ONE, 99])
+    with pytest.raises(PrefixInUse, match="2 of the 2 pages"):
+        prefixes.drop(by_tokens(prefixes)[16].id)
+    rig.pager.release(lease, ONE)
+    assert prefixes.drop(by_tokens(prefixes)[16].id) == 2
+    rig.close()
+
+
+def test_what_is_pinned_is_not_dropped() -> None:
+    rig = served()
+    prefixes = Prefixes(rig.pager, None)
+    prefixes.pin(by_tokens(prefixes)[16].id)
+    with pytest.raises(PrefixInUse, match="is pinned"):
+        prefixes.drop(by_tokens(prefixes)[8].id)
+    assert prefixes.drop(by_tokens(prefixes)[13].id) == 2
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"), [("12", "at least 4"), ("nonsense", "hexadecimal"), ("0" * 32, "is known"), ("", "at least")]
+)
+def test_ids_that_mean_nothing(prefix: str, words: str) -> None:
+    rig = served()
+    prefixes = Prefixes(rig.pager, None)
+    for verb in (prefixes.pin, prefixes.unpin, prefixes.drop):
+        with pytest.raises(PrefixUnknown, match=words):
+            verb(prefix)
+    rig.close()
+
+
+def test_an_id_of_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = served(device=200)
+    monkeypatch.setattr("tierd.tiers.prefixes.MIN_ID_DIGITS", 1)
+    first = next(iter(rig.pager.index.nodes)).hex()[0]
+    rig.serve(list(range(100, 300)))
+    assert sum(key.hex()[0] == first for key in rig.pager.index.nodes) > 1
+    with pytest.raises(PrefixUnknown, match="give more digits"):
+        Prefixes(rig.pager, None).pin(first)
+    rig.close()
+
+
+def test_pins_outlive_a_restart(tmp_path: Path) -> None:
+    store, file = MemoryStore(), tmp_path / "pinned.json"
+    rig = served(store)
+    prefixes = Prefixes(rig.pager, file)
+    prefixes.pin(by_tokens(prefixes)[16].id)
+    rig.pager.flush(rig.now_s + 1)
+    rig.close()
+    assert file.stat().st_mode & 0o777 == 0o600
+    rig = Rig(device=40, host=0, store=store)
+    found = by_tokens(Prefixes(rig.pager, file))
+    assert found[16].pinned and not found[13].pinned
+    rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'["zz"]', b"[1]", b'["abcd"]'])
+def test_a_damaged_file_pins_nothing(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "pinned.json"
+    file.write_bytes(content)
+    rig = served()
+    prefixes = Prefixes(rig.pager, file)
+    assert not any(info.pinned for info in prefixes.listing(9)[0])
+    rig.close()
+
+
+def test_pins_of_what_was_cleared_are_forgotten(tmp_path: Path) -> None:
+    file = tmp_path / "pinned.json"
+    rig = served()
+    prefixes = Prefixes(rig.pager, file)
+    prefixes.pin(by_tokens(prefixes)[16].id)
+    rig.pager.clear()
+    rig.serve(OTHER)
+    prefixes.pin(by_tokens(prefixes)[4].id)
+    assert file.read_text().count('"') == 2
+    rig.close()

@@ -1,0 +1,70 @@
+"""Where the pages of a lease are read: addresses in memory, and keys of those that every step streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from tierd.tiers.lease import Addresses, Lease
+from tierd.tiers.page import PageKey
+from tierd.tiers.promote import Promoter
+from tierd.tiers.residency import Residency
+
+LOST = "lost"  # label of the miss counter: a page that could not be streamed
+
+
+class PageTables:
+    """Not thread-safe: only the pager's thread calls it."""
+
+    def __init__(self, residency: Residency, promoter: Promoter) -> None:
+        self._residency = residency
+        self._promoter = promoter
+
+    def refresh(self, lease: Lease) -> None:
+        """Brings `lease.table` up to date; a page that is nowhere any more becomes a hole, see `Lease.skip`."""
+        version = (self._residency.version, lease.changes)
+        if lease.table_version == version:
+            return
+        device, host = self._residency.device, self._residency.host
+        table = [
+            device.address(node.device) if node.device >= 0 else host.address(node.host) if node.host >= 0 else 0
+            for node in lease.nodes
+        ]
+        table += [device.address(slot) for slot in lease.private]
+        for place, slot in lease.filling.items():
+            table[place] = device.address(slot)
+        lease.table = np.array(table, np.int64)
+        lease.table_version = version
+        lease.streamed = 0
+        for place in np.flatnonzero(lease.table == 0).tolist():
+            if place in lease.absent:
+                continue
+            if lease.nodes[place].durable:
+                lease.streamed += 1
+            else:
+                self._promoter.hole(lease, place)
+
+    def addresses(self, lease: Lease, count: int) -> Addresses:
+        """Where the first `count` pages of the lease lie in memory; 0 for a page that is to be streamed. int64[count]
+
+        Valid until anything is moved, so for the step that is about to run.
+        """
+        self.refresh(lease)
+        return lease.table[:count]
+
+    def streamed(self, lease: Lease, addresses: Addresses) -> list[PageKey]:
+        """The keys of the pages whose address is 0, in order."""
+        return [lease.nodes[place].key for place in np.flatnonzero(addresses == 0).tolist()]
+
+    def lose(self, keys: Sequence[PageKey], leases: Iterable[Lease]) -> None:
+        """Books pages that could not be streamed as gone from the store: their leases get holes."""
+        for key in keys:
+            node = self._residency.index.get(key)
+            if node is not None and node.durable and not node.readable:
+                self._promoter.misses[LOST] += 1
+                self._promoter.damaged_pages += 1
+                self._residency.drop_row(node)
+                self._residency.settle(node)
+        for lease in leases:
+            self.refresh(lease)

@@ -100,7 +100,7 @@ async def _status(service: Service, args: _None) -> dict[str, Any]:
 
 
 async def _ps(service: Service, args: _None) -> dict[str, Any]:
-    return service.ps()
+    return await service.ps()
 
 
 async def _load(service: Service, args: _Model) -> dict[str, Any]:

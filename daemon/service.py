@@ -238,8 +238,9 @@ class Service:
             return "loading"
         return "ready" if EngineState.READY in states else "idle"
 
-    def ps(self) -> dict[str, Any]:
-        """The engines, from what the front knows: answers at once."""
+    async def ps(self) -> dict[str, Any]:
+        """The engines. They are asked, but never waited for long."""
+        await asyncio.gather(*(_refresh(engine) for engine in self._supervisor.engines.values()))
         return {"engines": [self._row(engine) for engine in self._supervisor.engines.values()]}
 
     async def status(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Committer:
             return
         node = lease.nodes[page]
         node.computer = lease
-        self._promoter.cancel_load(node)
+        self._promoter.loader.cancel(node)
         lease.filling[page] = slot
 
     def abandon(self, lease: Lease) -> None:

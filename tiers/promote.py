@@ -11,11 +11,12 @@ from collections.abc import Callable
 from functools import partial
 
 from tierd.tiers.arena import Arena, SlotState
-from tierd.tiers.errors import JobCancelled, LostReason, PageLost, StoreBroken
+from tierd.tiers.errors import LostReason, PageLost, StoreBroken
 from tierd.tiers.evict import Evictor
 from tierd.tiers.lease import Lease, LeaseState, Load, TailCopy
 from tierd.tiers.links import Link
-from tierd.tiers.mover import Completion, Job, JobClass, Mover
+from tierd.tiers.loader import Loader
+from tierd.tiers.mover import Completion, JobClass, Mover
 from tierd.tiers.page import Tier
 from tierd.tiers.prefix import NOWHERE, Node
 from tierd.tiers.residency import Residency
@@ -44,15 +45,13 @@ class Promoter:
         notify: Callable[[str], None],
     ) -> None:
         self.fetching: dict[Lease, None] = {}  # in the order of their fetches: the first gets free slots first
-        self.loads = 0  # in flight
-        self.loaded_pages = 0
         self.misses: Counter[str] = Counter()  # pages that were found and did not arrive, by reason
         self.damaged_pages = 0  # of the store: they could not be read, or were not what they should be
         self._told_damaged = 0
         self._told_damaged_s = float("-inf")
         self._notify = notify
+        self.loader = Loader(residency, store, mover, self._load_failed)
         self._residency = residency
-        self._store = store
         self._mover = mover
         self._evictor = evictor
         self._writeback = writeback
@@ -102,22 +101,19 @@ class Promoter:
         lease.absent.add(place)
         self.fetching[lease] = None
 
-    def cancel_load(self, node: Node) -> None:
-        """The page is about to be computed: its load need not run if it has not begun."""
-        if node.load is not None and node.load.job is not None:
-            self._mover.cancel(node.load.job)
-
     def refill(self, lease: Lease) -> bool:
         """Brings streamed pages of a lease back to memory that is free now. True if a load was started."""
         started = False
         for node in lease.nodes:
-            if self.loads >= _REFILL_PAGES:
+            if self.loader.in_flight >= _REFILL_PAGES:
                 break
             if not node.readable and node.durable and node.load is None and node.computer is None:
-                target = self._slot(1)
-                if target is None or not self._start_load(node, target, JobClass.PREFETCH):
+                target = self._slot(1) if self.loader.has_room(JobClass.PREFETCH) else None
+                if target is None:
                     break
+                self.loader.start(node, target, JobClass.PREFETCH)
                 started = True
+        self.loader.flush()
         return started
 
     def tell_damage(self, now_s: float) -> None:
@@ -173,7 +169,7 @@ class Promoter:
         lease.absent -= {
             place for place in lease.absent if lease.nodes[place].readable and place not in lease.filling
         }
-        while lease.loading and lease.next_load >= 0 and self.loads < MAX_LOADS:
+        while lease.loading and lease.next_load >= 0 and self.loader.in_flight < MAX_LOADS:
             place = lease.next_load
             if place in lease.absent and not self._load(lease, place):
                 break
@@ -181,6 +177,7 @@ class Promoter:
         tail = lease.tail
         if tail is not None and not tail.started:
             self._start_tail(lease, tail)
+        self.loader.flush()
         if not lease.absent and lease.tail is None:
             self.fetching.pop(lease, None)
 
@@ -193,29 +190,16 @@ class Promoter:
             self.misses[LostReason.ABSENT] += 1
             lease.lost = True
             return True  # it is to be computed
+        if not self.loader.has_room(JobClass.NOW):
+            return False
         target = self._slot(len(lease.absent))
         if target is not None:
-            return self._start_load(node, target, JobClass.NOW)
-        if self._evictor.in_motion or self.loads:
+            self.loader.start(node, target, JobClass.NOW)
+            return True
+        if self._evictor.in_motion or self.loader.in_flight:
             return False  # room is being made
         lease.absent.discard(place)  # no room for it: every step reads it from the store
         lease.changes += 1
-        return True
-
-    def _start_load(self, node: Node, load: Load, klass: JobClass) -> bool:
-        residency, store = self._residency, self._store
-        if store is None:
-            raise AssertionError(f"{node} is durable without a store")
-        arena = residency.device if load.tier is Tier.DEVICE else residency.host
-        key, row = node.key, arena.row(load.slot)
-        job = Job(lambda: store.read_into(key, row), Link.DISK_READ, row.nbytes, partial(self._loaded, node, load))
-        if not self._mover.submit(job, klass):
-            arena.drop(load.slot)
-            return False
-        load.job = job
-        node.load = load
-        node.moves += 1
-        self.loads += 1
         return True
 
     def _slot(self, wanted: int) -> Load | None:
@@ -237,22 +221,10 @@ class Promoter:
             self._evictor.make_room(min(wanted, device.cached + device.in_flight))
         return device.alloc(SlotState.FILLING)
 
-    def _loaded(self, node: Node, load: Load, done: Completion) -> None:
-        residency = self._residency
-        node.load = None
-        node.moves -= 1
-        self.loads -= 1
-        if done.error is None and not node.readable:
-            self.loaded_pages += 1
-            residency.place(node, load.tier, load.slot)
-            residency.settle(node)
-            return
-        (residency.device if load.tier is Tier.DEVICE else residency.host).drop(load.slot)
-        if done.error is not None and not isinstance(done.error, JobCancelled):
-            self.misses[self.failed(node, done.error)] += 1
-            for lease in self.fetching:
-                lease.lost |= any(lease.nodes[place] is node for place in lease.absent)
-        residency.settle(node)
+    def _load_failed(self, node: Node, error: Exception) -> None:
+        self.misses[self.failed(node, error)] += 1
+        for lease in self.fetching:
+            lease.lost |= any(lease.nodes[place] is node for place in lease.absent)
 
     def _start_tail(self, lease: Lease, tail: TailCopy) -> None:
         node, device, host = tail.source, self._residency.device, self._residency.host
@@ -262,10 +234,12 @@ class Promoter:
             self._lose_tail(lease, LostReason.ABSENT)
             return
         if not node.readable:
-            target = None if node.load is not None else self._slot(1)
+            if node.load is not None or not self.loader.has_room(JobClass.NOW):
+                return
+            target = self._slot(1)
             if target is not None:
-                self._start_load(node, target, JobClass.NOW)
-            elif node.load is None and not self._evictor.in_motion:
+                self.loader.start(node, target, JobClass.NOW)
+            elif not self._evictor.in_motion:
                 self._lose_tail(lease, NO_ROOM)
             return  # it is copied once it has arrived: for all who wait for it
         if tail.slot < 0:

@@ -87,7 +87,7 @@ def collect(pager: Pager) -> PagerStats:
         hit_device_tokens=pager.hit_tokens[Tier.DEVICE],
         hit_host_tokens=pager.hit_tokens[Tier.HOST],
         hit_nvme_tokens=pager.hit_tokens[Tier.NVME],
-        loaded_pages=promoter.loaded_pages,
+        loaded_pages=promoter.loader.loaded_pages,
         demotions=pager.evictor.demotions,
         spills=pager.evictor.spills,
         written_pages=writeback.written_pages,

@@ -163,9 +163,6 @@ def _build(
         events=lambda kind, data: hooks.emit([Event(0, kind, data)]),
     )
     resources.callback(pager.close)
-    if store is not None:
-        file = Path(config.cache_dir) / budget.FILE_NAME
-        pager.writeback.admission.budget = budget.WriteBudget(config.nvme_daily_writes_bytes, file)
     hooks.progress("store", 1, 1)
     staging = Staging(store, mover, layout.num_layers, layout.layer_bytes) if store is not None else None
     runner = Runner(decoder, layout, (device.array, host.array), staging)
@@ -176,12 +173,19 @@ def _build(
         max_requests=max_requests,
     )  # fmt: skip
     loops.append(loop)
-    intake = Intake(facts, vocabulary, template)
-    prefixes = Prefixes(pager, Path(config.cache_dir) / root.hex() / PINNED_NAME if store is not None else None)
     return Engine(
-        manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, position_tokens, tuple(notes),
-        resources,
+        manifest.name, context, root.hex(), Intake(facts, vocabulary, template), loop, pager, board,
+        _keep_rules(config, pager, root), position_tokens, tuple(notes), resources,
     )  # fmt: skip
+
+
+def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:
+    """What the user wants of the disk: how much is written to it in a day, and which prefixes stay."""
+    if pager.store is None:
+        return Prefixes(pager, None)
+    stores = Path(config.cache_dir)
+    pager.writeback.admission.budget = budget.WriteBudget(config.nvme_daily_writes_bytes, stores / budget.FILE_NAME)
+    return Prefixes(pager, stores / root.hex() / PINNED_NAME)
 
 
 def _check_memory(config: EngineConfig, total_bytes: int) -> None:

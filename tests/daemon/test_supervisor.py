@@ -50,7 +50,7 @@ async def test_zero_unloads_at_once_and_never_never(fake_models, tmp_path):
         await wire.close()
     async with running(make_settings(tmp_path, keep_alive_s=None)) as front:
         await front.service.load("alpha")
-        assert front.service.ps()["engines"][0]["expires_in_s"] is None
+        assert (await front.service.ps())["engines"][0]["expires_in_s"] is None
 
 
 async def test_another_model_takes_the_place_of_an_idle_one(front):

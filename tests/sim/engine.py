@@ -73,7 +73,7 @@ class Geometry:
             max_streams=streams,
             max_rows=streams + rng.choice([4, 8, 16, 64]),
             mover_width=rng.choice([1, 2, 2, 4]),
-            mover_capacity=rng.choice([3, 16, 1024, 1024]),
+            mover_capacity=rng.choice([16, 64, 1024, 1024]),
             memory_bytes_per_s=10 ** rng.uniform(3.5, 7),
             disk_bytes_per_s=10 ** rng.uniform(5, 7.5),  # reads of streamed pages count whole blocks
             memory_latency_s=rng.choice([1e-6, 1e-4, 5e-3]),

@@ -47,7 +47,7 @@ class Simulation:
         self.log: list[str] = []
         self.crashes = 0
         self.turns = 0
-        self.clients = draw_clients(self.rng, self.geometry, clients or self.rng.randint(3, 14))
+        self.clients = draw_clients(self.rng, self.geometry, clients or self.rng.randint(3, 12))
         self._by_id: dict[int, Client] = {}
         self._ids = itertools.count(1)
         self._serials = itertools.count()
@@ -333,8 +333,8 @@ def _draw_faults(rng: random.Random) -> Faults:
     if rng.random() < 0.5:
         return faults
     illnesses = [
-        ("read_error", 0.05), ("write_error", 0.01), ("sync_error", 0.02), ("index_error", 0.01), ("short", 0.3),
-        ("interrupted", 0.2), ("flip", 0.1), ("misdirected", 0.05), ("dropped", 0.1),
+        ("read_error", 0.02), ("write_error", 0.01), ("sync_error", 0.02), ("index_error", 0.01), ("short", 0.3),
+        ("interrupted", 0.2), ("flip", 0.03), ("misdirected", 0.01), ("dropped", 0.03),
     ]  # fmt: skip
     for name, most in rng.sample(illnesses, rng.randint(1, 2)):
         setattr(faults, name, most * rng.random())

@@ -119,6 +119,18 @@ class MemoryStore(Store):
             raise PageLost(LostReason.ABSENT)
         dest[:] = np.frombuffer(self.rows[key][1], np.uint8)
 
+    def read_many(
+        self, keys: Sequence[PageKey], dests: Sequence[npt.NDArray[np.uint8]]
+    ) -> list[PageLost | None]:
+        found: list[PageLost | None] = []
+        for key, dest in zip(keys, dests, strict=True):
+            try:
+                self.read_into(key, dest)
+                found.append(None)
+            except PageLost as lost:
+                found.append(lost)
+        return found
+
     def remove(self, keys: Iterable[PageKey]) -> None:
         for key in keys:
             self.rows.pop(key, None)
@@ -217,7 +229,7 @@ class Rig:
         for _ in range(1000):
             if lease.ready:
                 return lease
-            if lease.absent and not self.pager.promoter.loads and not self.mover.outstanding:
+            if lease.absent and not self.pager.promoter.loader.in_flight and not self.mover.outstanding:
                 self.mend(lease, tokens, salt)
             self.work()
         raise AssertionError("the lease never becomes ready")

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.tiers.fakes import FAR_S, PAGE_TOKENS, Rig, lost_key, stored
+from tierd.tiers import loader
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken
 from tierd.tiers.lease import END, Lease
 
 A = list(range(1, 25))  # six full pages
 NEXT = 99
+
+
+@pytest.fixture(autouse=True)
+def one_page_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test can let pages arrive one by one."""
+    monkeypatch.setattr(loader, "PAGES_PER_JOB", 1)
 
 
 def fetch(rig: Rig, tokens: list[int], deadline_s: float = FAR_S) -> Lease:

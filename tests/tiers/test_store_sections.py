@@ -201,6 +201,7 @@ def test_sections_and_memory_that_are_none(ram_path: Path) -> None:
         for number, count in ((-1, 1), (2, 1), (1, 2), (0, 0)):
             with pytest.raises(ValueError, match="sections"):
                 store.read_section(found, number, block, count)
-        for dest in (block[:4095], block[1:], block.reshape(2, -1), block.view(np.int8)):
+        bad: list[Any] = [block[:4095], block[1:], block.reshape(2, -1), block.view(np.int8)]
+        for dest in bad:
             with pytest.raises(ValueError, match="dest"):
                 store.read_section(found, 0, dest)

@@ -36,13 +36,16 @@ class Evictor:
         self._wanted = 0  # slots that somebody asked for in vain
         self._waits = False  # idle pages go when copies in flight have arrived: pages under leases need not
         self._spilling = 0  # of these, how many may come from pages under leases
-        # Where every eviction is immediate, a reserve would only drop pages early.
-        self._has_reserve = residency.host.slots > 0
 
     @property
     def reserve(self) -> int:
-        """Device slots to keep free ahead of need."""
-        return reserve_pages(self._residency.device.slots) if self._has_reserve else 0
+        """Device slots to keep free ahead of need: none where every eviction is immediate."""
+        return reserve_pages(self._residency.device.slots) if self._residency.host.slots else 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody waits for device slots."""
+        return self._wanted > 0
 
     def make_room(self, count: int, *, spill: bool = False) -> bool:
         """Evicts until `count` device slots are free or about to be. True if something started or became free.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tierd.tiers import check as checks
 from tierd.tiers import upkeep
-from tierd.tiers.arena import Arena
+from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.commit import Committer
 from tierd.tiers.errors import TierFull
 from tierd.tiers.evict import Evictor
@@ -104,28 +104,33 @@ class Pager:
         room = self.host.num_free + self.host.cached
         leased = len(self.residency.leased)
         if not self.writeback.on or self.writeback.paused:
-            leased = min(leased, room)
-        return self.device.num_free + self.device.cached + leased
+            durable = sum(node.durable for node in self.residency.leased.values())  # these need no lower slot
+            leased = min(leased, room + durable)
+        # A slot on its way comes by itself: nobody is to be preempted for it.
+        leaving = self.device.counts[SlotState.DRAINING] + self.evictor.in_motion
+        return self.device.num_free + self.device.cached + leased + leaving
 
-    def match(self, tokens: Sequence[int], salt: bytes = b"") -> Lease:
+    def match(self, tokens: Sequence[int], salt: bytes = b"", *, again: bool = False) -> Lease:
         """A lease on the longest known run at the start of `tokens`, pinned before this returns.
 
         It covers at most `len(tokens) - 1` tokens, for one must be computed to go on. Beyond the last whole page the
         first tokens of another known page may count, too: they are copied into a private page (copy on write) if a
         device slot can be had for it. Loads and copies start with `fetch`.
+
+        With `again`, for a sequence that had to give its pages back, this is no new use of them.
         """
         now_s = self.page_time()
         lease = Lease(salted_root(self.root, salt), self.page_tokens)
         found, source, shared = self.index.match(lease.root, pack_tokens(tokens[:-1]))
         for place, node in enumerate(found):
-            self._use(node, now_s)
+            self._use(node, now_s, again)
             lease.origins.append(node.nearest)
             if not node.readable:
                 lease.absent.add(place)
         lease.nodes = found
         lease.reached = len(found) * self.page_tokens
         if source is not None:
-            self._use(source, now_s)
+            self._use(source, now_s, again)
             lease.tail = TailCopy(source)
             lease.tail_tokens = shared
             lease.tail_origin = source.nearest
@@ -316,8 +321,8 @@ class Pager:
         """Now, on the scale of `Node.last_use_s`."""
         return self.clock() + self._epoch_s
 
-    def _use(self, node: Node, now_s: float) -> None:
-        node.hits += 1
+    def _use(self, node: Node, now_s: float, again: bool = False) -> None:
+        node.hits += not again
         node.last_use_s = now_s
         self.residency.pin(node)
         self.writeback.touch(node)

@@ -104,6 +104,8 @@ class Promoter:
     def refill(self, lease: Lease) -> bool:
         """Brings streamed pages of a lease back to memory that is free now. True if a load was started."""
         started = False
+        if self._evictor.asked:
+            return False  # what is free is meant for pages to be written: they would push each other out for ever
         for node in lease.nodes:
             if self.loader.in_flight >= _REFILL_PAGES:
                 break

@@ -70,7 +70,6 @@ class Runner:
         self._staging = staging
         self._overlap = overlap
         self._clock = clock
-        self.streamed_bytes = 0  # read from the store by steps
 
     def run(self, batch: Batch, streamed: Sequence[PageKey] = ()) -> Logits:
         """Compute all rows, write their keys and values into their pages; logits `[L, vocab]`.
@@ -90,6 +89,16 @@ class Runner:
             batch.logit_rows,
         )
 
+    @property
+    def streaming(self) -> dict[str, int | float]:
+        """What was streamed since the start, and the memory that it takes now."""
+        return self._staging.statistics()._asdict() if self._staging is not None else {}
+
+    def rest(self) -> None:
+        """No step follows soon: gives the memory of streamed pages back."""
+        if self._staging is not None:
+            self._staging.release()
+
     def _run_streamed(self, batch: Batch, keys: Sequence[PageKey]) -> Logits:
         if self._staging is None:
             raise AssertionError(f"{len(keys)} pages are to be streamed without a store")
@@ -103,5 +112,4 @@ class Runner:
                 slices = flow.section(layer, self._clock() + SECTION_TIMEOUT_S)
                 pages[places] = slices - layer * layer_bytes  # where the record would start
                 decoder.layer(layer, memories, pages)
-        self.streamed_bytes += len(keys) * self._layout.num_layers * layer_bytes
         return decoder.finish()

@@ -42,6 +42,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     pager: dict[str, Any]
     writes: dict[str, Any]  # to the disk: since the start, and today against the budget
     store: dict[str, Any]  # figures of the disk tier since it was opened; empty without one
+    streaming: dict[str, Any]  # pages that steps read from the store because no memory holds them
 
 
 class Meter:
@@ -114,6 +115,7 @@ class StatusBoard:
             links={name: msgspec.to_builtins(link) for name, link in stats.links.items()},
             pager=_counters(stats),
             writes=msgspec.to_builtins(stats.writes),
+            streaming=streams.streaming,
             store=msgspec.to_builtins(self._pager.store.statistics()) if self._pager.store is not None else {},
         )
 

@@ -196,7 +196,8 @@ class StepLoop:
         """How long there is nothing to do unless somebody asks."""
         if self._flushes or self._streams.count(Phase.FETCHING, Phase.PREFILL, Phase.DECODE):
             return FETCH_NAP_S
-        if self._pager.residency.dirty or not self._pager.writeback.quiet:
+        writeback = self._pager.writeback
+        if not writeback.quiet or (self._pager.residency.dirty and writeback.on and not writeback.paused):
             return WRITE_NAP_S
         now_s = self._clock()
         if now_s - self._checked_s >= CHECK_EVERY_S and not len(self._streams):

@@ -89,6 +89,11 @@ class Streams:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def streaming(self) -> dict[str, int | float]:
+        """What was read from the store by running steps."""
+        return self._runner.streaming | {"lost_steps": self.totals.lost_steps}
+
     def count(self, *phases: Phase) -> int:
         """Requests in any of these phases."""
         return sum(request.phase in phases for request in self._requests.values())
@@ -156,7 +161,7 @@ class Streams:
         if work:
             self._compute(work)
         self._tell()
-        self._unstick(now_s, bool(work))
+        self._unstick(self._clock(), bool(work))  # the step itself may have taken long
         return bool(work or plan.admit or plan.preempt or moved)
 
     def _snapshot(self, now_s: float) -> Snapshot:
@@ -166,7 +171,8 @@ class Streams:
     def _admit(self, request: Request, now_s: float) -> None:
         """Pin what is known of its tokens and start moving it to the device."""
         try:
-            lease = self._pager.match(request.tokens, request.salt)
+            again = request.times.admitted_s > 0.0 or request.resumed > 0
+            lease = self._pager.match(request.tokens, request.salt, again=again)
         except Exception as exc:
             self.fail(request, exc)
             return
@@ -372,6 +378,8 @@ class Streams:
         """The one way out: the terminal event is collected even when giving back the pages fails."""
         assert request.phase is not Phase.FINISHED
         del self._requests[request.id]
+        if not self._requests:
+            self._runner.rest()
         if request.unsent_text:
             self._tell_one(request)
         self._events.append(Event(request.id, event, dict(data)))

@@ -1,7 +1,8 @@
 """Attention over pages, where they lie: causal, grouped queries, an optional sliding window.
 
-A *block* is some neighbouring rows of one sequence; its queries on one kv head share every page that is loaded.
-For each row the tokens follow each other in aligned *steps* of two pages, 32 tokens, of an online softmax:
+A *part* is some neighbouring rows and the segments, see below, in which they read the same pages: rows of one
+sequence, or of several that start with the same pages (see batch.py). Its queries on one kv head share every page that
+is loaded. For each row the tokens follow each other in aligned *steps* of two pages, 32 tokens, of an online softmax:
 
     s[t] = q . k[t]              a sum over the head dimension in ascending order; q is scaled already
     m'   = max(m, max s[t])      c = exp(m - m')
@@ -13,9 +14,9 @@ together in ascending order, M being the larger of both maxima:
 
     l = l1 * exp(m1 - M) + l2 * exp(m2 - M)      o = o1 * exp(m1 - M) + o2 * exp(m2 - M)      result = o / l
 
-So threads can share one long sequence by segments and get the bits of one thread that walks through all of them.
-A step or a segment in which a row sees nothing is none for it. What a row computes depends on its query, its position
-and its pages alone: not on the block it is in. Tokens it doesn't see are selected away before they are multiplied, so
+So threads can share one long sequence by segments, and sequences the segments that they have in common, and get the
+bits of one thread that walks through all of them. A step or a segment in which a row sees nothing is none for it. What
+a row computes depends on its query, its position and its pages alone: not on the part it is in. Tokens it doesn't see are selected away before they are multiplied, so
 that stale memory, NaN included, has no influence.
 
 In a page record a head's keys are [head_dim][token] and its values [token][head_dim] (see layout.py): then both sums
@@ -49,26 +50,33 @@ _PAGE_TOKENS = 16
 _SEGMENT_PAGES = 16  # a multiple of STEP_PAGES
 SEGMENT_TOKENS = _SEGMENT_PAGES * _PAGE_TOKENS
 ATTENTION_PHASES = 2
-_NONE, _ALL_PAGES = np.int64(0), np.int64(2**40)
+PART_BYTES = np.int64(20)  # five int32, see `batch.Cut`
+_NONE = np.int64(0)
 
 
 def max_block_queries(head_dim: int, group: int) -> int:
-    """Queries of one block on one kv head, so that they, their sums and a step stay in a first-level cache (32 KB).
+    """Queries of one part on one kv head, so that they, their sums and a step stay in a first-level cache (32 KB).
 
     At least `group`, the queries of one row.
     """
     return max(24 if head_dim <= 64 else 12, group)
 
 
-def sums_bytes(head_dim: int, group: int) -> int:
-    """Sums of one block: o [queries][head_dim], then m and l of each query."""
-    return 4 * max_block_queries(head_dim, group) * (head_dim + 2)
+@njit(nogil=True, cache=True)
+def _segment_sums_bytes(head_dim):
+    """Sums of one query over one segment, up to the next cache line."""
+    return 4 * head_dim + 64
+
+
+def sums_bytes(head_dim: int, heads: int, cut_rows: int, segments: int) -> int:
+    """What attention needs beside the scratch: sums of each query of the cut rows over each segment."""
+    return cut_rows * heads * segments * int(_segment_sums_bytes(head_dim))
 
 
 def scratch_bytes(head_dim: int, group: int) -> int:
     """Scratch of one thread: the keys and values of a step, queries, two sets of sums, and scores between these."""
     queries = max_block_queries(head_dim, group)
-    return 4 * (2 * STEP_TOKENS * head_dim + queries * (head_dim + STEP_TOKENS)) + 2 * sums_bytes(head_dim, group)
+    return 4 * (2 * STEP_TOKENS * head_dim + queries * (head_dim + STEP_TOKENS) + 2 * queries * (head_dim + 2))
 
 
 @njit(nogil=True, cache=True)
@@ -91,10 +99,11 @@ def _prefetch_pages(job, plane, table, page, last_page):
 
 
 @njit(nogil=True, cache=True)
-def _attend(job, layer_index, window, block, first_head, group, first_page, stop_page, total, scratch):
-    """A block's rows, query heads first_head.. of one kv head, over those of the pages first_page..stop_page that they
-    see; `total` becomes their sums. The first page is one at which a segment starts."""
-    first_row, rows = load_i32(block), load_i32(block + 4)
+def _attend(job, layer_index, window, part, first_head, group, total, scratch):
+    """A part's rows, query heads first_head.. of one kv head, over what they see of its segments; `total` becomes their
+    sums."""
+    first_row, rows = load_i32(part), load_i32(part + 4)
+    first_page, stop_page = load_i32(part + 8) * _SEGMENT_PAGES, load_i32(part + 12) * _SEGMENT_PAGES
     head_dim, row_bytes = job.head_dim, 4 * job.head_dim
     kv_head = first_head // (job.heads // job.kv_heads)
     page_elements = _PAGE_TOKENS * head_dim
@@ -106,7 +115,10 @@ def _attend(job, layer_index, window, block, first_head, group, first_page, stop
     position_at = job.positions + 4 * first_row
     clear_sums(total, total_state, rows * group, row_bytes)
     last_page = min(load_i32(position_at + 4 * (rows - 1)) // _PAGE_TOKENS, stop_page - 1)
-    page = max(first_page, first_token(load_i32(position_at), window) // STEP_TOKENS * STEP_PAGES)
+    lowest = load_i32(position_at)
+    for r in range(1, rows):
+        lowest = min(lowest, load_i32(position_at + 4 * r))
+    page = max(first_page, first_token(lowest, window) // STEP_TOKENS * STEP_PAGES)
     if page > last_page:
         return
     table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * first_row))
@@ -147,33 +159,36 @@ def _attend(job, layer_index, window, block, first_head, group, first_page, stop
 
 
 @njit(nogil=True, cache=True)
-def _attend_whole(job, layer_index, window, phase, scratch):
-    """Items are a block and some of its heads, over all pages.
+def _sums_at(job, slot, head, segment):
+    """Where the sums of a cut row and query head over one segment lie: o [head_dim], then m and l."""
+    return job.sums + ((slot * job.heads + head) * job.segments + segment) * _segment_sums_bytes(job.head_dim)
 
-    With few blocks the heads are cut into as many parts as there are threads, else into the kv heads.
-    """
-    row_bytes = 4 * job.head_dim
+
+@njit(nogil=True, cache=True)
+def _attend_parts(job, layer_index, window, phase, scratch):
+    """Items are a part and some of its heads: results of rows that are whole in it, sums of the others."""
+    group, row_bytes = job.heads // job.kv_heads, 4 * job.head_dim
     total = scratch + _total_offset(job)
     total_state = total + job.block_queries * row_bytes
-    parts = job.kv_heads
-    if job.num_blocks * job.kv_heads < 4 * job.threads:
-        parts = min(job.heads, job.threads)
-    group = job.heads // job.kv_heads
-    items = job.num_blocks * parts
+    items = job.num_parts * job.head_parts
     item = take(phase, 1)
-    while item < items:
-        # The last blocks see the most pages: they go first, so that no thread is left alone with a long one.
-        block = job.blocks + 8 * (job.num_blocks - 1 - item // parts)
-        first_row, rows = load_i32(block), load_i32(block + 4)
-        head, stop = job.heads * (item % parts) // parts, job.heads * (item % parts + 1) // parts
+    while item < items:  # neighbours take neighbouring heads of the same pages
+        part, share = job.parts + PART_BYTES * (item // job.head_parts), item % job.head_parts
+        first_row, rows, segment, slot = load_i32(part), load_i32(part + 4), load_i32(part + 8), load_i32(part + 16)
+        head, stop = job.heads * share // job.head_parts, job.heads * (share + 1) // job.head_parts
         while head < stop:
             next_head = min(stop, (head // group + 1) * group)
             count = next_head - head
-            _attend(job, layer_index, window, block, head, count, _NONE, _ALL_PAGES, total, scratch)
+            _attend(job, layer_index, window, part, head, count, total, scratch)
             for q in range(rows * count):
-                row = job.attended + (first_row + q // count) * job.attended_stride
-                target = row + (head + q % count) * row_bytes
-                divide_sums(total + q * row_bytes, total_state + 8 * q, target, row_bytes)
+                row, query_head = q // count, head + q % count
+                if slot < 0:
+                    target = job.attended + (first_row + row) * job.attended_stride + query_head * row_bytes
+                    divide_sums(total + q * row_bytes, total_state + 8 * q, target, row_bytes)
+                else:
+                    sums = _sums_at(job, slot + row, query_head, segment)
+                    clear_sums(sums, sums + row_bytes, 1, row_bytes)
+                    merge_sums(sums, sums + row_bytes, total + q * row_bytes, total_state + 8 * q, row_bytes)
             head = next_head
         finish(phase, 1)
         item = take(phase, 1)
@@ -181,44 +196,20 @@ def _attend_whole(job, layer_index, window, phase, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _attend_segments(job, layer_index, window, phase, scratch):
-    """Items are a block, a kv head and a segment; then, in a second phase, a block and a query head: its segments are
-    put together."""
-    group, row_bytes = job.heads // job.kv_heads, 4 * job.head_dim
-    sums_bytes = job.block_queries * (row_bytes + STATE_BYTES)
-    parts = job.num_blocks * job.kv_heads
-    items = parts * job.segments
-    item = take(phase, 1)
-    while item < items:  # neighbours take neighbouring kv heads of the same pages
-        segment, part = item // parts, item % parts
-        block, kv_head = job.blocks + 8 * (part // job.kv_heads), part % job.kv_heads
-        first_page = segment * _SEGMENT_PAGES
-        _attend(
-            job, layer_index, window, block, kv_head * group, group, first_page, first_page + _SEGMENT_PAGES,
-            job.sums + item * sums_bytes, scratch,
-        )  # fmt: skip
-        finish(phase, 1)
-        item = take(phase, 1)
-    wait_for(phase, items)
-    phase += PHASE_BYTES
+def _merge_segments(job, phase, scratch):
+    """Items are a cut row and a query head: the sums over its segments are put together."""
+    row_bytes = 4 * job.head_dim
     total, total_state = scratch, scratch + row_bytes
-    items = job.num_blocks * job.heads
+    items = job.num_cut_rows * job.heads
     item = take(phase, 1)
     while item < items:
-        index, head = item // job.heads, item % job.heads
-        first_row, rows = load_i32(job.blocks + 8 * index), load_i32(job.blocks + 8 * index + 4)
-        part = index * job.kv_heads + head // group
-        for row in range(rows):
-            q = row * group + head % group
-            clear_sums(total, total_state, 1, row_bytes)
-            for segment in range(job.segments):
-                sums = job.sums + (segment * parts + part) * sums_bytes
-                merge_sums(
-                    total, total_state, sums + q * row_bytes, sums + job.block_queries * row_bytes + 8 * q, row_bytes
-                )
-            divide_sums(
-                total, total_state, job.attended + (first_row + row) * job.attended_stride + head * row_bytes, row_bytes
-            )
+        slot, head = item // job.heads, item % job.heads
+        row = load_i32(job.cut_rows + 4 * slot)
+        clear_sums(total, total_state, 1, row_bytes)
+        for segment in range(load_i32(job.positions + 4 * row) // SEGMENT_TOKENS + 1):
+            sums = _sums_at(job, slot, head, segment)
+            merge_sums(total, total_state, sums, sums + row_bytes, row_bytes)
+        divide_sums(total, total_state, job.attended + row * job.attended_stride + head * row_bytes, row_bytes)
         finish(phase, 1)
         item = take(phase, 1)
     wait_for(phase, items)
@@ -226,8 +217,6 @@ def _attend_segments(job, layer_index, window, phase, scratch):
 
 @njit(nogil=True, cache=True)
 def attention(job, layer_index, window, phase, scratch):
-    """All rows of the batch, all heads: `ATTENTION_PHASES` phases, of which whole sequences take one."""
-    if job.segments > 1:
-        _attend_segments(job, layer_index, window, phase, scratch)
-    else:
-        _attend_whole(job, layer_index, window, phase, scratch)
+    """All rows of the batch, all heads: `ATTENTION_PHASES` phases, the second of which is empty without cut rows."""
+    _attend_parts(job, layer_index, window, phase, scratch)
+    _merge_segments(job, phase + PHASE_BYTES, scratch)

@@ -127,7 +127,7 @@ def first_token(position, window):
 
 @njit(nogil=True, cache=True)
 def attend_step(head_dim, keys, values, ahead, start, position_at, rows, group, window, queries, scores, state, out):
-    """One step, from token `start` on, for all rows of a block; rows that see none of it, at either end, are left out.
+    """One step, from token `start` on, for all rows of a part; those that see none of it are left out.
 
     `keys` and `values` are pairs of pages; the second is 0 where the sequence ends with the first. `ahead` says how far
     from these two the pages of the next step lie, if they are to be prefetched.
@@ -152,15 +152,18 @@ def attend_step(head_dim, keys, values, ahead, start, position_at, rows, group, 
         position = load_i32(position_at + 4 * r)
         low = max(0, first_token(position, window) - start)
         high = min(STEP_TOKENS, position + 1 - start)
-        for q in range(r * group, (r + 1) * group):
-            _softmax_step(scores + q * SCORE_BYTES, low, high, state + 8 * q, out + q * row_bytes, head_dim)
+        seen = low < high  # else its window starts later; rows of several sequences don't ascend
+        if seen:
+            for q in range(r * group, (r + 1) * group):
+                _softmax_step(scores + q * SCORE_BYTES, low, high, state + 8 * q, out + q * row_bytes, head_dim)
         if low > 0 or high < STEP_TOKENS:
             q = r * group
             _add_values(
                 values, head_dim, scores + whole * SCORE_BYTES, q - whole, _NONE, _WHOLE, out + whole * row_bytes,
                 ahead,
             )  # fmt: skip
-            _add_values(values, head_dim, scores + q * SCORE_BYTES, group, low, high, out + q * row_bytes, ahead)
+            if seen:
+                _add_values(values, head_dim, scores + q * SCORE_BYTES, group, low, high, out + q * row_bytes, ahead)
             whole = q + group
     _add_values(
         values, head_dim, scores + whole * SCORE_BYTES, stop * group - whole, _NONE, _WHOLE, out + whole * row_bytes,

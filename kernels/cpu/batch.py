@@ -1,4 +1,4 @@
-"""The rows of one forward pass: what they and their pages must satisfy, and how rows are cut into blocks."""
+"""The rows of one forward pass: what they and their pages must satisfy, and how attention over them is cut."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
+from tierd.kernels.cpu.attention import SEGMENT_TOKENS
+from tierd.kernels.cpu.simd import load_i32, load_i64
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 
 Ints = NDArray[np.int32]
 Addresses = NDArray[np.int64]
 Memory = NDArray[np.uint8]
+_SEGMENT_PAGES = SEGMENT_TOKENS // PAGE_TOKENS
 
 
 class Batch(NamedTuple):
@@ -87,16 +91,93 @@ def check_pages(
         )
 
 
-def row_blocks(batch: Batch, max_block_rows: int) -> Ints:
-    """Cuts the rows into blocks [blocks, 2] of (first row, rows), each within one sequence."""
-    row_seq = batch.row_seq
-    starts = [0, *(np.flatnonzero(row_seq[1:] != row_seq[:-1]) + 1).tolist(), len(row_seq)]
-    blocks = [
-        (first, min(max_block_rows, stop - first))
-        for start, stop in zip(starts[:-1], starts[1:], strict=True)
-        for first in range(start, stop, max_block_rows)
-    ]
-    return np.array(blocks, np.int32)
+class Cut(NamedTuple):
+    """Who computes what of the attention of one pass.
+
+    Each of `parts` [parts, 5] is (first row, rows, first segment, stop segment, slot of the first row): neighbouring
+    rows that read the same pages in all of those segments. With slot -1 they are all that these rows see. Otherwise it
+    is one segment, and the sums of its rows are to be put together with those of their other segments: these rows are
+    numbered, `cut_rows[slot]` being the row. The rows of a part are of one
+    sequence, or see all of its segments (as far as a window lets them).
+    """
+
+    parts: Ints
+    cut_rows: Ints
+
+
+def cut_attention(batch: Batch, pages: Addresses, max_rows: int, few_blocks: int) -> Cut:
+    """Cuts the rows into parts of at most `max_rows` rows.
+
+    First into blocks of neighbouring rows of one sequence. Blocks that are neighbours and whose pages lie at the same
+    addresses over whole segments, from the first one on, are one part in these; and with less than `few_blocks` blocks
+    their segments are parts, to be shared among the threads.
+    """
+    _, positions, row_seq, page_offsets, _ = batch
+    addresses = (array.ctypes.data for array in (positions, row_seq, page_offsets, pages))
+    return Cut(*_cut(len(positions), *addresses, max_rows, few_blocks))
+
+
+@njit(nogil=True, cache=True)
+def _common_segments(positions, row_seq, page_offsets, pages, row, other):
+    """Segments from the first on that rows `row` and `other` see whole and read at the same addresses."""
+    stop = (min(load_i32(positions + 4 * row), load_i32(positions + 4 * other)) + 1) // SEGMENT_TOKENS
+    ours = pages + 8 * load_i32(page_offsets + 4 * load_i32(row_seq + 4 * row))
+    theirs = pages + 8 * load_i32(page_offsets + 4 * load_i32(row_seq + 4 * other))
+    for page in range(stop * _SEGMENT_PAGES):
+        if load_i64(ours + 8 * page) != load_i64(theirs + 8 * page):
+            return page // _SEGMENT_PAGES
+    return stop
+
+
+@njit(nogil=True, cache=True)
+def _cut(rows, positions, row_seq, page_offsets, pages, max_rows, few_blocks):
+    """`cut_attention` on the addresses of its arrays: loops that are short, but thousands of steps in a large batch."""
+    first = np.empty(rows + 1, np.int64)  # row of each block
+    blocks = 0
+    for row in range(rows):
+        other = row == 0 or load_i32(row_seq + 4 * row) != load_i32(row_seq + 4 * (row - 1))
+        if other or row - first[blocks - 1] == max_rows:
+            first[blocks] = row
+            blocks += 1
+    first[blocks] = rows
+
+    common = np.zeros(blocks + 1, np.int64)  # segments that block b - 1 and block b can have computed together
+    for b in range(1, blocks):
+        if first[b + 1] - first[b - 1] <= max_rows:  # never so for blocks of one sequence: the first of them is full
+            common[b] = _common_segments(positions, row_seq, page_offsets, pages, first[b - 1], first[b])
+
+    segments = np.empty(blocks, np.int64)
+    slots = np.full(blocks, -1, np.int64)
+    cut_rows = np.empty(rows, np.int32)
+    parts, num_slots = 0, 0
+    for b in range(blocks):
+        segments[b] = load_i32(positions + 4 * (first[b + 1] - 1)) // SEGMENT_TOKENS + 1
+        if common[b] > 0 or common[b + 1] > 0 or (blocks < few_blocks and segments[b] > 1):
+            slots[b] = num_slots
+            for row in range(first[b], first[b + 1]):
+                cut_rows[num_slots] = row
+                num_slots += 1
+            parts += segments[b]
+        else:
+            parts += 1
+
+    result = np.empty((parts, 5), np.int32)
+    parts = 0
+    for b in range(blocks - 1, -1, -1):  # long parts go first, so that no thread is left alone with one
+        if slots[b] < 0:
+            result[parts] = first[b], first[b + 1] - first[b], 0, segments[b], -1
+            parts += 1
+    for segment in range(segments.max()):
+        b = 0
+        while b < blocks:
+            stop = b + 1
+            if slots[b] >= 0 and segment < segments[b]:
+                while stop < blocks and segment < common[stop] and first[stop + 1] - first[b] <= max_rows:
+                    stop += 1
+                result[parts] = first[b], first[stop] - first[b], segment, segment + 1, slots[b]
+                parts += 1
+            b = stop
+    return result[:parts], cut_rows[:num_slots]
 
 
 def _check_vector(name: str, array: NDArray[np.integer], dtype: type[np.integer]) -> None:

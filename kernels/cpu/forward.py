@@ -37,10 +37,11 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("residual", "residual_stride", "normed", "qkv", "qkv_stride")]
     + [(name, np.int64) for name in ("attended", "attended_stride", "gate_up", "gate_up_stride")]
     + [(name, np.int64) for name in ("activated", "activated_stride", "product", "product_stride")]
-    + [(name, np.int64) for name in ("phases", "scratch", "scratch_stride", "tile", "sums")]
+    + [(name, np.int64) for name in ("phases", "scratch", "scratch_stride", "tile")]
     # each launch
     + [(name, np.int64) for name in ("first_stage", "stop_stage", "rows", "tokens", "positions", "row_seq")]
-    + [(name, np.int64) for name in ("pages", "page_offsets", "blocks", "num_blocks", "segments")]
+    + [(name, np.int64) for name in ("pages", "page_offsets", "parts", "num_parts", "head_parts")]
+    + [(name, np.int64) for name in ("cut_rows", "num_cut_rows", "sums", "segments")]
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
 )
 

@@ -25,7 +25,7 @@ from tierd.kernels.cpu.attention import (
     sums_bytes,
 )
 from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
-from tierd.kernels.cpu.batch import Addresses, Batch, Ints, Memory, check_batch, check_pages, row_blocks
+from tierd.kernels.cpu.batch import Addresses, Batch, Ints, Memory, check_batch, check_pages, cut_attention
 from tierd.kernels.cpu.forward import JOB, LAYER, num_phases, num_stages, work
 from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, describe_matrix, matmul
 from tierd.kernels.cpu.microkernel import direct
@@ -161,8 +161,8 @@ class CpuDecoder:
         check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))
         self._open = None
         self._describe(batch)
+        self._describe_pages(batch, pages)
         logits = self._new_logits(len(logit_rows))
-        self._job["pages"] = pages.ctypes.data
         self._launch(range(num_stages(self.shape.num_layers)))
         return logits[:, : self.shape.vocab]
 
@@ -191,7 +191,7 @@ class CpuDecoder:
             raise ValueError(f"layer {index} of {self.shape.num_layers} after {opened.next_layer} layers")
         check_pages(pages, opened.batch.page_offsets, memories, self.layout, range(index, index + 1))
         opened.next_layer += 1
-        self._job["pages"] = pages.ctypes.data
+        self._describe_pages(opened.batch, pages)
         self._launch(range(1 + index, 2 + index))
 
     def finish(self) -> Floats:
@@ -248,12 +248,26 @@ class CpuDecoder:
         job = self._job
         for name in Batch._fields:
             job[name] = getattr(batch, name).ctypes.data
-        self._blocks = row_blocks(batch, int(job["block_queries"]) * self.shape.kv_heads // self.shape.heads)
-        job["blocks"], job["num_blocks"] = self._blocks.ctypes.data, len(self._blocks)
-        parts = len(self._blocks) * self.shape.kv_heads
-        shared = parts < self._shared_parts
-        job["segments"] = int(batch.positions.max()) // SEGMENT_TOKENS + 1 if shared else 1
         job["rows"], job["num_logits"] = len(batch.tokens), len(batch.logit_rows)
+
+    def _describe_pages(self, batch: Batch, pages: Addresses) -> None:
+        """Names the pages of the next launch in the job, and the parts of attention over them. The caller keeps the
+        pages alive."""
+        shape, job, threads = self.shape, self._job, int(self._job["threads"])
+        job["pages"] = pages.ctypes.data
+        max_rows = int(job["block_queries"]) * shape.kv_heads // shape.heads
+        few_blocks = -(-4 * threads // shape.kv_heads)  # then there are 4 items for each thread
+        self._cut = parts, cut_rows = cut_attention(batch, pages, max_rows, few_blocks)
+        job["parts"], job["num_parts"] = parts.ctypes.data, len(parts)
+        job["cut_rows"], job["num_cut_rows"] = cut_rows.ctypes.data, len(cut_rows)
+        # A few short blocks: threads share the heads evenly, even where two of them read the same kv head.
+        by_heads = not len(cut_rows) and len(parts) < few_blocks
+        job["head_parts"] = min(shape.heads, threads) if by_heads else shape.kv_heads
+        job["segments"] = segments = int(batch.positions.max()) // SEGMENT_TOKENS + 1
+        needed_bytes = sums_bytes(shape.head_dim, shape.heads, len(cut_rows), segments) + 64
+        if needed_bytes > len(self._sums):
+            self._sums = np.empty(needed_bytes, np.uint8)
+        job["sums"] = -(-self._sums.ctypes.data // 64) * 64
 
     def _new_logits(self, count: int) -> Floats:
         """Room for `count` rows of logits, padded to whole panels; the job names it."""
@@ -342,11 +356,7 @@ class CpuDecoder:
         job["tile"] = -(-scratch_bytes(shape.head_dim, group) // 64) * 64
         job["scratch_stride"] = job["tile"] + TILE_BYTES
         job["scratch"] = self._aligned(threads * int(job["scratch_stride"]))
-        # Few blocks are shared among the threads by segments, each with sums of its own. (Only what is used of this
-        # memory becomes real.)
-        self._shared_parts = 4 * threads
-        segments = -(-self.context // SEGMENT_TOKENS)
-        job["sums"] = self._aligned(self._shared_parts * segments * sums_bytes(shape.head_dim, group))
+        self._sums = np.empty(0, np.uint8)  # grows with what passes need
         self._phases = np.zeros(num_phases(shape.num_layers) * PHASE_WORDS + 8, np.int64)
         job["phases"] = -(-self._phases.ctypes.data // 64) * 64
 

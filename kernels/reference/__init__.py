@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tierd.kernels.reference.decoder import attention, forward, matmul, pages, rms_norm, rope, weights
 from tierd.kernels.reference.fused import add_norm, rotate, swiglu
-from tierd.kernels.reference.paged import attend, decode, extend, gather, merge, page_planes, scatter, write
+from tierd.kernels.reference.paged import attend, decode, extend, gather, merge, page_planes, scatter, shift, write
 from tierd.kernels.reference.quantized import gpu_weights, quantized_matmul
 from tierd.kernels.reference.sample import kept_mass, sample
 
@@ -32,6 +32,7 @@ __all__ = [
     "rotate",
     "sample",
     "scatter",
+    "shift",
     "swiglu",
     "weights",
     "write",

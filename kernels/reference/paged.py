@@ -180,3 +180,14 @@ def scatter(memories: Sequence[Tensor], addresses: Sequence[int], records: Tenso
     """Copies the rows of `records` to the addresses."""
     for record, address in zip(records, addresses, strict=True):
         _bytes_at(memories, address, size_bytes)[:] = record[:size_bytes]
+
+
+def shift(
+    memories: Sequence[Tensor], addresses: Sequence[int], layout: PageLayout, layer: int, cos: Tensor, sin: Tensor
+) -> None:
+    """Turns each page's keys by its angles; cos and sin [pages, head_dim / 2]."""
+    for index, address in enumerate(addresses):
+        keys, _ = page_planes(memories, address, layout, layer)
+        low, high = keys.double().chunk(2, -1)
+        c, s = cos[index].double(), sin[index].double()
+        keys[:] = torch.cat((low * c - high * s, high * c + low * s), -1).to(keys.dtype)

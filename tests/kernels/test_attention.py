@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tierd.kernels.cpu.attention import (
     sums_bytes,
 )
 from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
-from tierd.kernels.cpu.batch import Batch, row_blocks
+from tierd.kernels.cpu.batch import Batch, cut_attention
 from tierd.kernels.cpu.forward import JOB
 from tierd.kernels.cpu.team import PHASE_WORDS
 from tierd.kernels.layout import PageLayout
@@ -48,8 +49,14 @@ class Case:
         q = torch.from_numpy(self.queries)
         return reference.attention(q, keys, values, positions, tables, self.window).numpy()
 
-    def run(self, threads: int = 1, shared: bool = False) -> NDArray[np.float32]:
-        """One thread walks the phases alone; `threads` and `shared` (by segments) only say how the items are cut."""
+    def alone(self, row: int) -> Case:
+        return Case(
+            self.layout, self.arena, self.tables, self.queries[row : row + 1].copy(), self.rows[row : row + 1],
+            self.window,
+        )  # fmt: skip
+
+    def run(self, head_parts: int = 1, by_segments: bool = False) -> NDArray[np.float32]:
+        """One thread walks the phases alone; the arguments only say how the items are cut."""
         layout, (rows, heads, head_dim) = self.layout, self.queries.shape
         batch = Batch(
             np.zeros(rows, np.int32),
@@ -61,16 +68,17 @@ class Case:
         slots = np.array([slot for table in self.tables for slot in table])
         pages = self.arena.ctypes.data + slots * self.arena.shape[1]
         group = heads // layout.kv_heads
-        blocks = row_blocks(batch, max_block_queries(head_dim, group) // group)
+        few_blocks = rows + 1 if by_segments else 0
+        parts, cut_rows = cut_attention(batch, pages, max_block_queries(head_dim, group) // group, few_blocks)
         scaled = (self.queries * np.float32(1 / np.sqrt(head_dim))).reshape(rows, -1)
         out = np.full_like(scaled, np.nan)
         phases = np.zeros(ATTENTION_PHASES * PHASE_WORDS, np.int64)
         scratch = np.full(scratch_bytes(head_dim, group), 0xFF, np.uint8)
-        segments = int(batch.positions.max()) // SEGMENT_TOKENS + 1 if shared else 1
-        sums = np.full(len(blocks) * layout.kv_heads * segments * sums_bytes(head_dim, group), 0xFF, np.uint8)
+        segments = int(batch.positions.max()) // SEGMENT_TOKENS + 1
+        sums = np.full(sums_bytes(head_dim, heads, len(cut_rows), segments), 0xFF, np.uint8)
         job = np.zeros((), JOB)[()]
         values = {
-            "heads": heads, "kv_heads": layout.kv_heads, "head_dim": head_dim, "threads": threads,
+            "heads": heads, "kv_heads": layout.kv_heads, "head_dim": head_dim, "head_parts": head_parts,
             "page_format": PAGE_FORMAT_CODES[layout.format],
             "layer_bytes": layout.layer_bytes,
             "head_bytes": layout.head_elements * layout.element_bytes,
@@ -79,7 +87,8 @@ class Case:
             "qkv_stride": scaled.strides[0], "attended": out.ctypes.data, "attended_stride": out.strides[0],
             "rows": rows, "positions": batch.positions.ctypes.data, "row_seq": batch.row_seq.ctypes.data,
             "pages": pages.ctypes.data, "page_offsets": batch.page_offsets.ctypes.data,
-            "blocks": blocks.ctypes.data, "num_blocks": len(blocks), "segments": segments, "sums": sums.ctypes.data,
+            "parts": parts.ctypes.data, "num_parts": len(parts), "segments": segments, "sums": sums.ctypes.data,
+            "cut_rows": cut_rows.ctypes.data, "num_cut_rows": len(cut_rows),
         }  # fmt: skip
         for name, value in values.items():
             job[name] = value
@@ -96,13 +105,17 @@ def make_case(
     format: str = "fp32",
     window: int = 0,
     seed: int = 0,
+    common: tuple[int, ...] = (),
 ) -> Case:
+    """The first `common[s]` pages of sequence s are those of the sequence before it."""
     rng = np.random.default_rng(seed)
     layout = PageLayout(LAYERS, kv_heads, head_dim, format)
     sequences = max(s for s, _ in rows) + 1
     lengths = [max(p for s, p in rows if s == q) + 1 for q in range(sequences)]
     free = rng.permutation(sum(-(-length // 16) for length in lengths) + 2).tolist()
     tables = [[free.pop() for _ in range(-(-length // 16))] for length in lengths]
+    for s, pages in enumerate(common):
+        tables[s][:pages] = tables[s - 1][:pages]
     arena = np.full((sum(map(len, tables)) + 2, layout.record_bytes), 0xFF, np.uint8)
     keys, values = reference.pages(arena, layout, LAYER)
     for table, length in zip(tables, lengths, strict=True):
@@ -152,12 +165,37 @@ def test_tokens_before_the_window_have_no_influence() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize("shared", [False, True])
-def test_many_segments(shared: bool, window: int) -> None:
+@pytest.mark.parametrize("by_segments", [False, True])
+def test_many_segments(by_segments: bool, window: int) -> None:
     """Blocks that lie in one segment, reach over two, and end with one."""
     rows = span(0, 250, 262) + span(1, 1030, 1034) + span(2, 511, 512) + span(3, 3, 6)
     case = make_case(rows, heads=6, kv_heads=2, window=window)
-    assert np.abs(case.run(2, shared) - case.expected()).max() < BOUND
+    assert np.abs(case.run(2, by_segments) - case.expected()).max() < BOUND
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("window", [0, 1, 40, 256, 300, 520])
+def test_sequences_with_common_pages(format: str, window: int) -> None:
+    """Decode rows whose windows start anywhere, in any order, and a chunk of prefill in their midst."""
+    rows = [(0, 900), (1, 511), (2, 1100), *span(3, 760, 774), (4, 600), (5, 512), (6, 300)]
+    case = make_case(rows, heads=6, kv_heads=2, window=window, format=format, common=(0, 32, 32, 40, 37, 32, 5))
+    together = case.run()
+    assert np.abs(together - case.expected()).max() < BOUND
+    for row in range(len(rows)):
+        assert np.array_equal(case.alone(row).run()[0], together[row])
+
+
+def test_common_pages_that_a_row_sees_in_part_have_no_influence_beyond_it() -> None:
+    """The pages of two sequences are the same, but one row stands within the second segment: what lies behind its
+    position is NaN for it alone."""
+    case = make_case([(0, 300), (1, 700)], common=(0, 19))
+    case.tables[1][:19] = case.tables[0][:19]
+    keys, values = reference.pages(case.arena, case.layout, LAYER)
+    expected = case.alone(0).run()[0]
+    for token in range(301, 304):
+        for plane in (keys, values):
+            plane[case.tables[0][token // 16], :, token % 16] = float("nan")
+    assert np.array_equal(case.run()[0], expected)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -170,14 +208,18 @@ def test_large_scores_do_not_overflow() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_row_is_the_same_bits_in_every_batch(data: st.DataObject) -> None:
-    """Any rows of any sequences, in any cut, against each row alone."""
+    """Any rows of any sequences that may start with the same pages, in any cut, against each row alone."""
     heads, kv_heads = data.draw(st.sampled_from([(2, 2), (6, 2), (7, 1), (9, 3)]))
-    lengths = data.draw(st.lists(st.integers(1, 70) | st.integers(250, 600), min_size=1, max_size=3))
+    lengths = data.draw(st.lists(st.integers(1, 70) | st.integers(250, 600), min_size=1, max_size=6))
     rows = [
         row
         for s, length in enumerate(lengths)
-        for row in span(s, data.draw(st.integers(max(0, length - 70), length - 1)), length)
+        for row in span(s, length - min(length, data.draw(st.just(1) | st.integers(1, 70))), length)
     ]
+    common = [0]
+    for (before, length), share in zip(pairwise(lengths), data.draw(st.lists(st.integers(0, 40))) + [40] * 6):
+        # Rows write, so a page that a sequence has in common must lie before its rows, and be full in both.
+        common.append(min(share, before // 16, length // 16))
     case = make_case(
         rows,
         heads=heads,
@@ -185,12 +227,10 @@ def test_a_row_is_the_same_bits_in_every_batch(data: st.DataObject) -> None:
         head_dim=data.draw(st.sampled_from([16, 64, 128])),
         format=data.draw(st.sampled_from(["fp32", "fp16", "bf16"])),
         window=data.draw(st.sampled_from([0, 5, 16, 33, 270])),
+        common=tuple(common),
     )
-    together = case.run(data.draw(st.integers(1, 8)), data.draw(st.booleans()))
+    together = case.run(data.draw(st.integers(1, heads)), data.draw(st.booleans()))
     assert np.isfinite(together).all()
     for index in data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5)):
-        alone = Case(
-            case.layout, case.arena, case.tables, case.queries[index : index + 1].copy(), rows[index : index + 1],
-            case.window,
-        )  # fmt: skip
-        assert np.array_equal(alone.run(data.draw(st.integers(1, 4)), data.draw(st.booleans()))[0], together[index])
+        alone = case.alone(index).run(data.draw(st.integers(1, heads)), data.draw(st.booleans()))
+        assert np.array_equal(alone[0], together[index])

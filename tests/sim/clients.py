@@ -107,11 +107,11 @@ def _client(rng: random.Random, geometry: Geometry, prompt: tuple[int, ...], ten
     sampling = Sampling(
         temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
         seed=rng.randrange(1000),
-        max_tokens=rng.choice([1, 2, 5, 10, 20, 40, None if len(prompt) + 60 > geometry.longest else 60]),
+        max_tokens=rng.choice([1, 2, 5, 10, 20, 40, None if len(prompt) + 60 > geometry.limit else 60]),
         ignore_eos=rng.random() < 0.7,
         repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
     )
-    wanted, finish = _answer(prompt, sampling, geometry.longest)
+    wanted, finish = _answer(prompt, sampling, geometry.limit)
     return Client(prompt, sampling, tenant, rng.choice([0, 0, 0, -1, 1]), wanted, finish)
 
 

@@ -139,7 +139,8 @@ class HashDecoder:
             ]
             for place, state in enumerate(group.states, group.start):
                 offset = place % PAGE_TOKENS * ENTRY_BYTES
-                table[place // PAGE_TOKENS][offset : offset + ENTRY_BYTES] = np.frombuffer(entry(state, index), np.uint8)
+                written = np.frombuffer(entry(state, index), np.uint8)
+                table[place // PAGE_TOKENS][offset : offset + ENTRY_BYTES] = written
             held = b"".join(piece.tobytes() for piece in table)
             history = xxhash.xxh3_64(held[: group.start * ENTRY_BYTES])
             for number, place in enumerate(range(group.start, group.start + len(group.states))):

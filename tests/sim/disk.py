@@ -171,7 +171,7 @@ class SimDisk:
             at = self.rng.randrange(len(file.data))
             file.write(at, bytes([file.data[at] ^ (1 << self.rng.randrange(8))]))
             return f"bit flipped at {at}"
-        slots = [at for at in range(0, len(file.data), 8192)]
+        slots = range(0, len(file.data), 8192)
         first, second = self.rng.choice(slots), self.rng.choice(slots)
         one, two = bytes(file.data[first : first + 8192]), bytes(file.data[second : second + 8192])
         if len(one) < 8192 or len(two) < 8192:

@@ -55,9 +55,14 @@ class Geometry:
     overlap: bool  # of streaming and computing
 
     @property
+    def limit(self) -> int:
+        """Tokens that the engine lets one sequence have."""
+        return min(self.context, (self.device_pages + self.host_pages + (self.store_pages or 0)) * PAGE_TOKENS)
+
+    @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that this machine takes."""
-        pages = self.device_pages + self.host_pages + (self.store_pages or 0)
+        """Tokens of the longest sequence that clients ask for: most of them can be served to the end."""
+        pages = self.device_pages + self.host_pages + (self.store_pages or 0) // 2
         return min(self.context, pages * PAGE_TOKENS)
 
     @classmethod

@@ -22,6 +22,7 @@ from tierd.tiers.errors import StoreError
 
 MAX_TURNS = 5000  # a run takes a few hundred; more is a run that does not end
 MAX_REST_TURNS = 3000
+MAX_IDLE_TURNS = 8  # in a row; then time passes all the same
 TURN_S = 5e-5  # what a turn takes beside computing
 NAP_S = 0.5
 STUCK_DISK_S = 10.0  # while one transfer takes longer, the engine may give a request up
@@ -47,7 +48,7 @@ class Simulation:
         self.log: list[str] = []
         self.crashes = 0
         self.turns = 0
-        self.clients = draw_clients(self.rng, self.geometry, clients or self.rng.randint(3, 12))
+        self.clients = draw_clients(self.rng, self.geometry, clients or self.rng.randint(3, 9))
         self._by_id: dict[int, Client] = {}
         self._ids = itertools.count(1)
         self._serials = itertools.count()
@@ -178,6 +179,7 @@ class Simulation:
 
     def _serve(self) -> None:
         """Turns until nothing is left to do for anybody."""
+        idle = 0  # turns in a row that were busy and computed nothing
         while self._actions or len(self.engine.streams):
             self.turns += 1
             if self.turns > MAX_TURNS:
@@ -186,7 +188,10 @@ class Simulation:
                 time_s, _, action = heapq.heappop(self._actions)
                 self._note(getattr(action, "__name__", "client"))
                 action()
-            if not self._turn():
+            steps = self.engine.streams.totals.steps
+            worked = self._turn()
+            idle = 0 if self.engine.streams.totals.steps > steps else idle + 1
+            if not worked or idle > MAX_IDLE_TURNS:
                 self._nap()
 
     def _turn(self) -> bool:

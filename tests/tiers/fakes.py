@@ -243,6 +243,14 @@ class Rig:
         self.write(lease, tokens[:end], start, salt)
         self.pager.commit(lease, tokens[:end])
 
+    def record_at(self, address: int) -> npt.NDArray[np.uint8]:
+        """The record at an address in one of the arenas. uint8[record_bytes]"""
+        for arena in (self.device, self.host):
+            slot, rest = divmod(address - arena.address(0), arena.record_bytes) if arena.states else (-1, 0)
+            if 0 <= slot < len(arena.states) and rest == 0:
+                return arena.row(slot)
+        raise AssertionError(f"{address:#x} is in no arena")
+
     def place(self, lease: Lease, position: int) -> npt.NDArray[np.uint8]:
         """The bytes of one token where the lease reads them. uint8[record_bytes / PAGE_TOKENS]"""
         pages = -(-(position + 1) // PAGE_TOKENS)

@@ -6,17 +6,23 @@ The model: a sequence is its tokens, and the bytes of a token follow from the to
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tests.tiers.fakes import PAGE_TOKENS, ManualMover, MemoryStore, Rig
+from tests.tiers.fakes import PAGE_TOKENS, MemoryStore, Rig, token_bytes
+from tests.tiers.profiles import big, small
 from tierd.tiers.errors import LostReason, PageLost, StoreFull, TierFull
-from tierd.tiers.lease import Lease
+from tierd.tiers.lease import Lease, LeaseState
 from tierd.tiers.page import PageKey
 
 TOKENS = st.integers(1, 2)
@@ -28,8 +34,7 @@ class Sequence:
     lease: Lease
     tokens: list[int]
     salt: bytes
-    computed: int = -1  # tokens whose bytes are in the pages; -1: the lease was not ready yet
-    forks: int = field(default=0)
+    computed: int = 0  # the next row to compute: every token before it has its bytes, holes of later losses apart
 
 
 class PagerMachine(RuleBasedStateMachine):
@@ -70,27 +75,30 @@ class PagerMachine(RuleBasedStateMachine):
         self.live.append(Sequence(lease, tokens, salt))
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), more=st.lists(TOKENS, max_size=6))
-    def compute(self, data: st.DataObject, more: list[int]) -> None:
+    @rule(data=st.data(), more=st.lists(TOKENS, max_size=6), pages=st.integers(1, 4))
+    def compute(self, data: st.DataObject, more: list[int], pages: int) -> None:
+        """Some rows: from the first hole, or from where the sequence stands, as far as nothing has to be waited for."""
         sequence = data.draw(st.sampled_from(self.live))
-        lease = sequence.lease
-        if not lease.ready:
-            self.rig.pager.fetch(lease, self.rig.now_s + 1)
+        lease, pager = sequence.lease, self.rig.pager
+        if lease.state is LeaseState.MATCHED:
+            pager.fetch(lease, self.rig.now_s + 1)
             return
-        self._see_ready(sequence)
-        tokens = sequence.tokens + (more if sequence.computed == len(sequence.tokens) else [])
-        need = -(-len(tokens) // PAGE_TOKENS) - len(lease.slots)
-        if need > 0:
-            try:
-                if self.rig.pager.allocate(lease, need) is None:
-                    return
-            except TierFull:
-                assert len(lease.slots) + need > self.device
+        start = self._advance(sequence)
+        if start >= len(sequence.tokens):
+            sequence.tokens = sequence.tokens + more
+        end = min((start // PAGE_TOKENS + pages) * PAGE_TOKENS, lease.limit(start), len(sequence.tokens))
+        if end <= start:
+            return
+        tokens = sequence.tokens[:end]
+        try:
+            if not pager.allocate(lease, start, end):
                 return
-        sequence.tokens = tokens
-        self.rig.write(lease, tokens, sequence.computed, sequence.salt)
-        sequence.computed = len(tokens)
-        self.rig.pager.commit(lease, tokens)
+        except TierFull:
+            assert -(-end // PAGE_TOKENS) > pager.capacity_pages or pages > self.device
+            return
+        self.rig.write(lease, tokens, start, sequence.salt)
+        pager.commit(lease, tokens)
+        sequence.computed = end
         self.history[sequence.salt].append(list(tokens))
 
     @precondition(lambda self: self.live)
@@ -103,9 +111,9 @@ class PagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.live))
-        if sequence.computed < 0:
+        if sequence.lease.state is LeaseState.MATCHED:
             return
-        tokens = sequence.tokens[: sequence.computed]
+        tokens = sequence.tokens[: self._advance(sequence)]
         twin = self.rig.pager.fork(sequence.lease, tokens)
         assert twin.num_tokens <= len(tokens)
         self.live.append(Sequence(twin, list(tokens), sequence.salt))
@@ -183,9 +191,7 @@ class PagerMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_are_right(self) -> None:
         for sequence in self.live:
-            if sequence.lease.ready:
-                self._see_ready(sequence)
-                self.rig.expect(sequence.lease, sequence.tokens[: sequence.computed], sequence.salt)
+            self._expect(sequence)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -203,12 +209,39 @@ class PagerMachine(RuleBasedStateMachine):
         self.rig.check()
         self.rig.close()
 
-    def _see_ready(self, sequence: Sequence) -> None:
-        if sequence.computed < 0:
-            sequence.computed = sequence.lease.num_tokens
+    def _advance(self, sequence: Sequence) -> int:
+        """Where the sequence goes on: at its first hole, or at its end."""
+        lease = sequence.lease
+        self.rig.pager.tables.refresh(lease)
+        if lease.absent:
+            lease.reached = max(lease.reached, sequence.computed)
+            hole = min(lease.absent) * PAGE_TOKENS
+            if hole < sequence.computed - sequence.computed % PAGE_TOKENS:
+                sequence.computed = hole
+        sequence.computed = min(lease.skip(sequence.computed), len(sequence.tokens))
+        return sequence.computed
+
+    def _expect(self, sequence: Sequence) -> None:
+        """Every page that the lease can read now holds what its tokens say, holes before it or not."""
+        lease, rig = sequence.lease, self.rig
+        addresses = rig.pager.tables.addresses(lease, lease.num_pages)
+        reached = max(lease.reached, sequence.computed) if lease.tail is None else len(lease.nodes) * PAGE_TOKENS
+        wanted = token_bytes(sequence.tokens[:reached], sequence.salt)
+        for place, address in enumerate(addresses.tolist()):
+            if place in lease.absent or place in lease.filling:
+                continue
+            content = b"".join(wanted[place * PAGE_TOKENS : (place + 1) * PAGE_TOKENS])
+            if address:
+                found = rig.record_at(address)[: len(content)].tobytes()
+            else:
+                assert self.store is not None and lease.nodes[place].durable, f"page {place} is nowhere"
+                row = self.store.rows.get(lease.nodes[place].key)  # it may be lost, and nobody has found out yet
+                found = row[1][: len(content)] if row is not None else content
+            assert found == content, f"page {place} of {lease} has wrong bytes"
 
     def _end(self, sequence: Sequence) -> None:
-        self.rig.pager.release(sequence.lease, sequence.tokens[: max(0, sequence.computed)])
+        done = self._advance(sequence) if sequence.lease.state is LeaseState.LIVE else 0
+        self.rig.pager.release(sequence.lease, sequence.tokens[:done])
 
     @staticmethod
     def _shared(left: list[int], right: list[int]) -> int:
@@ -217,148 +250,9 @@ class PagerMachine(RuleBasedStateMachine):
 
 
 TestPagerMachine = PagerMachine.TestCase
-TestPagerMachine.settings = settings(
-    max_examples=60,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    phases=[Phase.explicit, Phase.generate],  # shrinking a failure takes minutes; the simulator below has seeds
-)
-
-
-class Simulator:
-    """The same model driven by a seed, with the odds of a busy daemon: most of it is eviction and reload."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.device = self.rng.randint(2, 12)
-        self.host = self.rng.choice([0, 1, 3, 8, 20])
-        capacity = self.rng.choice([None, 3, 10, 40, 1000])
-        self.store = None if capacity is None else MemoryStore(capacity)
-        if self.store is not None:
-            self.store.before_read = lambda dest: dest.fill(0xAA)
-            self.store.fail_read = self._fail_read
-        self.loss_rate = self.rng.choice([0, 0, 0.05, 0.3])
-        self.queue = self.rng.choice([2, 6, 1000])
-        self.rig = self._build()
-        self.live: list[Sequence] = []
-        self.history: list[list[int]] = [[]]
-
-    def run(self, steps: int) -> None:
-        actions = [self.start] * 3 + [self.compute] * 6 + [self.end] * 3 + [self.fork] + [self.work] * 8 + [self.tick]
-        for step in range(steps):
-            self.rng.choice(actions)()
-            if self.rng.random() < 0.004:
-                self.restart()
-            if self.rng.random() < 0.02:
-                self.fill_disk()
-            if step % 10 == 0:
-                self.rig.check()
-            for sequence in self.live:
-                if sequence.lease.ready:
-                    self.rig.expect(sequence.lease, sequence.tokens[: max(0, sequence.computed)])
-        while self.live:
-            self.end()
-        self.rig.settle()
-        self.rig.check()
-        assert self.rig.pager.statistics().device.used_pages == 0
-        lease = self.rig.pager.match([])
-        everything = [9] * (self.device * PAGE_TOKENS)
-        self.rig.grow(lease, everything, 0)  # whatever is cached, the whole device can be had
-        self.rig.expect(lease, everything)
-        self.rig.pager.release(lease, everything)
-        self.rig.settle()
-        self.rig.check()
-
-    def start(self) -> None:
-        if len(self.live) >= 3:
-            return
-        base = self.rng.choice(self.history[-30:])
-        base = base[: self.rng.randint(0, len(base))] if self.rng.random() < 0.3 else base
-        more = [self.rng.randint(1, 3) for _ in range(self.rng.randint(1, 10))]
-        tokens = (base + more)[-self.device * PAGE_TOKENS :]
-        lease = self.rig.pager.match(tokens)
-        self.rig.pager.fetch(lease, self.rig.now_s + self.rng.choice([0.02, 1.0, 1e6]))
-        self.live.append(Sequence(lease, tokens, b""))
-
-    def compute(self) -> None:
-        if not self.live:
-            return
-        sequence = self.rng.choice(self.live)
-        lease = sequence.lease
-        if not lease.ready:
-            return
-        if sequence.computed < 0:
-            sequence.computed = lease.num_tokens
-            self.rig.expect(lease, sequence.tokens[: sequence.computed])
-        end = min(sequence.computed + self.rng.randint(1, 6), self.device * PAGE_TOKENS)
-        while len(sequence.tokens) < end:
-            sequence.tokens.append(self.rng.randint(1, 3))
-        need = -(-end // PAGE_TOKENS) - len(lease.slots)
-        if need > 0 and self.rig.pager.allocate(lease, need) is None:
-            if self.rng.random() < 0.2:  # preempted
-                self.live.remove(sequence)
-                self._release(sequence)
-            return
-        tokens = sequence.tokens[:end]
-        self.rig.write(lease, tokens, sequence.computed)
-        sequence.computed = max(end, sequence.computed)
-        self.rig.pager.commit(lease, sequence.tokens[: sequence.computed])
-
-    def end(self) -> None:
-        if self.live:
-            self._release(self.live.pop(self.rng.randrange(len(self.live))))
-
-    def fork(self) -> None:
-        ready = [sequence for sequence in self.live if sequence.computed >= 0]
-        if ready and len(self.live) < 4:
-            sequence = self.rng.choice(ready)
-            tokens = sequence.tokens[: sequence.computed]
-            self.live.append(Sequence(self.rig.pager.fork(sequence.lease, tokens), list(tokens), b""))
-
-    def work(self) -> None:
-        for _ in range(self.rng.randint(0, 3)):
-            if self.rig.manual.queued:
-                self.rig.manual.run(self.rng.randrange(self.rig.manual.queued))
-        if self.rng.random() < 0.7:
-            self.rig.poll()
-
-    def tick(self) -> None:
-        self.rig.now_s += self.rng.choice([0.01, 0.1, 6.0, 300.0])
-
-    def fill_disk(self) -> None:
-        if self.store is not None:
-            self.store.fail_write = StoreFull("full") if self.rng.random() < 0.3 else None
-
-    def restart(self) -> None:
-        if self.rng.random() < 0.5:
-            while self.live:
-                self.end()
-            self.rig.pager.flush(self.rig.now_s + 1)
-        self.live.clear()
-        self.rig.close()
-        self.rig = self._build()
-
-    def _build(self) -> Rig:
-        mover = ManualMover(1, capacity=self.queue)
-        return Rig(device=self.device, host=self.host, store=self.store, mover=mover)
-
-    def _release(self, sequence: Sequence) -> None:
-        tokens = sequence.tokens[: max(0, sequence.computed)]
-        self.rig.pager.release(sequence.lease, tokens)
-        if tokens:
-            self.history.append(tokens)
-
-    def _fail_read(self, _key: PageKey) -> Exception | None:
-        return PageLost(LostReason.PAYLOAD) if self.rng.random() < self.loss_rate else None
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_simulation(seed: int) -> None:
-    Simulator(seed).run(400)
+TestPagerMachine.settings = small(40, 50)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(1000, 1400))
-def test_many_simulations(seed: int) -> None:
-    Simulator(seed).run(2000)
+def test_pager_machine_at_length() -> None:
+    run_state_machine_as_test(PagerMachine, settings=big(600, 150))

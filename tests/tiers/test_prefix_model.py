@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.tiers.profiles import big, small
 from tierd.tiers.keys import pack_tokens, page_key, root_key, salted_root
@@ -46,7 +52,11 @@ class PrefixMachine(RuleBasedStateMachine):
     def _children(self, path: Path) -> list[Path]:
         return [other for other in self.order if self._parent(other) == path and other != path]
 
-    @rule(salt=st.sampled_from(SALTS), tokens=st.lists(TOKENS, min_size=1, max_size=3 * SIZE), tier=st.sampled_from(Tier))
+    @rule(
+        salt=st.sampled_from(SALTS),
+        tokens=st.lists(TOKENS, min_size=1, max_size=3 * SIZE),
+        tier=st.sampled_from(Tier),
+    )
     def add(self, salt: bytes, tokens: list[int], tier: Tier) -> None:
         """A page becomes known, perhaps without the pages before it, with a copy in a tier."""
         path = (salt, tuple(tokens))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from tierd.tiers.errors import PageLost, StagingLost
+from tierd.tiers.staging import StagingStats
 
 PAGE = 4
 VOCAB = 64
@@ -86,6 +87,12 @@ class StagedPages:
         self._store = store
         self.lost: list[bytes] = []  # keys that can't be read from now on
         self.passes = 0
+
+    def statistics(self):
+        return StagingStats(self.passes, 0, 0.0, 0, 0)
+
+    def release(self) -> None:
+        pass
 
     @contextlib.contextmanager
     def open(self, keys, overlap=True):

@@ -45,7 +45,7 @@ test-long: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 
 check: $(VENV)/.dev-ready
 	$(BIN)/ruff check .
-	$(TEST_ENV) $(BIN)/mypy --explicit-package-bases -p tierd.kernels -p tierd.tiers -p tierd.daemon -p tierd.clients
+	$(TEST_ENV) $(BIN)/mypy --explicit-package-bases -p tierd.kernels -p tierd.tiers -p tierd.daemon -p tierd.clients -p tierd.tui
 
 fix: $(VENV)/.dev-ready
 	$(BIN)/ruff check --fix .

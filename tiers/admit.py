@@ -35,15 +35,15 @@ class Admission:
 
     Args:
         residency: which pages are where, and which wait to be written.
-        writing: pages of groups in flight, now.
+        taken: slots of the store that no page can have now, beside those with rows.
     """
 
-    def __init__(self, residency: Residency, writing: Callable[[], int]) -> None:
+    def __init__(self, residency: Residency, taken: Callable[[], int]) -> None:
         self.budget = WriteBudget()
         self.written_bytes = self.written_tokens = 0
         self.skipped_pages = self.refused_pages = 0
         self._residency = residency
-        self._writing = writing
+        self._taken = taken
 
     @property
     def allowed(self) -> int:
@@ -118,7 +118,7 @@ class Admission:
 
     @property
     def _free(self) -> int:
-        return self._residency.store_slots - self._residency.durable_pages - self._writing()
+        return self._residency.store_slots - self._residency.durable_pages - self._taken()
 
     def _has_room(self, node: Node) -> bool:
         if self._free > 0:

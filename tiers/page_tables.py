@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
+from tierd.tiers.errors import StagingLost
 from tierd.tiers.lease import Addresses, Lease
 from tierd.tiers.page import PageKey
 from tierd.tiers.promote import Promoter
@@ -57,9 +58,10 @@ class PageTables:
         """The keys of the pages whose address is 0, in order."""
         return [lease.nodes[place].key for place in np.flatnonzero(addresses == 0).tolist()]
 
-    def lose(self, keys: Sequence[PageKey], leases: Iterable[Lease]) -> None:
-        """Books pages that could not be streamed as gone from the store: their leases get holes."""
-        for key in keys:
+    def lose(self, lost: StagingLost, leases: Iterable[Lease]) -> None:
+        """Books pages that could not be streamed: their leases get holes. Bad ones are gone from the store."""
+        late = set(lost.keys) - lost.bad
+        for key in lost.bad:
             node = self._residency.index.get(key)
             if node is not None and node.durable and not node.readable:
                 self._promoter.misses[LOST] += 1
@@ -68,3 +70,7 @@ class PageTables:
                 self._residency.settle(node)
         for lease in leases:
             self.refresh(lease)
+            for place, node in enumerate(lease.nodes):
+                if node.key in late and not node.readable and place not in lease.absent:
+                    self._promoter.hole(lease, place)
+                    lease.changes += 1

@@ -8,7 +8,7 @@ from tierd.tiers import check as checks
 from tierd.tiers import upkeep
 from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.commit import Committer
-from tierd.tiers.errors import TierFull
+from tierd.tiers.errors import StoreError, TierFull
 from tierd.tiers.evict import Evictor
 from tierd.tiers.keys import pack_tokens, salted_root
 from tierd.tiers.lease import Lease, LeaseState, TailCopy
@@ -86,7 +86,10 @@ class Pager:
         self._told_dead = False
         self._starved = False  # the last `allocate` got nothing
         if store is not None:
-            self._epoch_s = upkeep.load_index(self, store)
+            try:
+                self._epoch_s = upkeep.load_index(self, store)
+            except StoreError as exc:  # a disk that can't be read is no reason not to start
+                self.writeback.turn_off(str(exc))
 
     @property
     def capacity_pages(self) -> int:
@@ -101,7 +104,7 @@ class Pager:
     @property
     def writable_pages(self) -> int:
         """Device slots that `allocate` can give out, now or when pages of leases have spilled."""
-        room = self.host.num_free + self.host.cached
+        room = 0 if self.mover.dead else self.host.num_free + self.host.cached
         leased = len(self.residency.leased)
         if not self.writeback.on or self.writeback.paused:
             durable = sum(node.durable for node in self.residency.leased.values())  # these need no lower slot

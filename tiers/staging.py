@@ -170,6 +170,7 @@ class Flow:
         self._leads = [0] * staging.num_stages  # from the start of a row to its first section
         self._jobs: list[tuple[int, range, Job]] = []  # stage, pages, and their read; those that ended well are removed
         self._lost: dict[int, str] = {}  # pages, and why
+        self._bad: set[int] = set()  # those of them that the store has lost
         self._started = 0  # stages
         self._next = 0  # section
         self._closing = False
@@ -298,10 +299,12 @@ class Flow:
                 lost |= dict.fromkeys(pages, str(done.error))
             elif isinstance(done.result, list):
                 lost |= {page: str(error) for page, error in done.result}
+                self._bad |= {page for page, _ in done.result}
                 self._read_bytes += job.num_bytes
         self._jobs = left
         if lost or not in_time:
-            raise StagingLost([self._keys[page] for page in sorted(lost)], lost[min(lost)])
+            bad = (self._keys[page] for page in self._bad)
+            raise StagingLost([self._keys[page] for page in sorted(lost)], lost[min(lost)], bad)
 
 
 def _huge_block(size_bytes: int) -> Bytes:

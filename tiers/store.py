@@ -255,6 +255,11 @@ class Store:
         return self._slabs.capacity_slots
 
     @property
+    def quarantined_slots(self) -> int:
+        """Slots that are not used again before the store is reopened."""
+        return self._slabs.quarantined
+
+    @property
     def free_slots(self) -> int:
         """Pages that still fit, if the file system has the space."""
         return self._slabs.free_slots

@@ -57,7 +57,10 @@ def gc(pager: Pager, deadline_s: float) -> int:
     """See `Pager.gc`."""
     count = _forget(pager, pager.index.unreachable())
     if pager.store is not None and pager.writeback.on and _settle_store(pager, deadline_s):
-        pager.store.gc()
+        try:
+            pager.store.gc()
+        except StoreBroken as exc:
+            pager.writeback.turn_off(str(exc))
     return count
 
 

@@ -73,7 +73,7 @@ class Writeback:
         self.writing_pages = 0
         self.written_pages = 0
         self.failed_pages = 0
-        self.admission = Admission(residency, lambda: self.writing_pages)
+        self.admission = Admission(residency, self._taken_slots)
         self._told_day = -1  # when the user was told last that the day's writes are used up
         self._residency = residency
         self._store = store
@@ -98,6 +98,10 @@ class Writeback:
     def quiet(self) -> bool:
         """Whether the store holds exactly what is booked as durable."""
         return not self.jobs and not self._residency.dropped_rows
+
+    def _taken_slots(self) -> int:
+        """Slots of the store without a row that no other page can have: being written, or set aside as bad."""
+        return self.writing_pages + (self._store.quarantined_slots if self._store is not None else 0)
 
     def add(self, node: Node) -> None:
         """Queues a page that became known. No loss if nothing can be written now: it stays queued."""

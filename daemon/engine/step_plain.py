@@ -58,7 +58,7 @@ def _step(
     try:
         logits = runner.run(rows, pager.tables.streamed(lease, pages))
     except StagingLost as lost:
-        pager.tables.lose(lost.keys, pager.leases)
+        pager.tables.lose(lost, pager.leases)
         return None
     request.computed = end
     pager.commit(lease, request.tokens[:end])

@@ -332,7 +332,7 @@ class Streams:
         self.totals.lost_steps += 1
         self._lost_steps += 1
         log.warning("a step found %d streamed pages missing: %s", len(lost.keys), lost)
-        self._pager.tables.lose(lost.keys, self._pager.leases)
+        self._pager.tables.lose(lost, self._pager.leases)
         if self._lost_steps >= MAX_LOST_STEPS:
             self._pager.writeback.turn_off(f"{self._lost_steps} steps in a row could not read their pages: {lost}")
 

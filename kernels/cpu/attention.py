@@ -16,8 +16,8 @@ together in ascending order, M being the larger of both maxima:
 
 So threads can share one long sequence by segments, and sequences the segments that they have in common, and get the
 bits of one thread that walks through all of them. A step or a segment in which a row sees nothing is none for it. What
-a row computes depends on its query, its position and its pages alone: not on the part it is in. Tokens it doesn't see are selected away before they are multiplied, so
-that stale memory, NaN included, has no influence.
+a row computes depends on its query, its position and its pages alone: not on the part it is in. Tokens it doesn't see
+are selected away before they are multiplied, so that stale memory, NaN included, has no influence.
 
 In a page record a head's keys are [head_dim][token] and its values [token][head_dim] (see layout.py): then both sums
 above are the microkernel of the matrix product, lanes being tokens in the first and dimensions in the second.

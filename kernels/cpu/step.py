@@ -126,6 +126,7 @@ class CpuDecoder:
             raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
         self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
         self._open: _OpenPass | None = None
+        self._sums: Memory = np.empty(0, np.uint8)  # of attention; grows with what passes need
         self._kept: list[object] = []  # what the records hold addresses of
         self._jobs = np.zeros(1, JOB)
         self._job: Any = self._jobs[0]
@@ -356,7 +357,6 @@ class CpuDecoder:
         job["tile"] = -(-scratch_bytes(shape.head_dim, group) // 64) * 64
         job["scratch_stride"] = job["tile"] + TILE_BYTES
         job["scratch"] = self._aligned(threads * int(job["scratch_stride"]))
-        self._sums = np.empty(0, np.uint8)  # grows with what passes need
         self._phases = np.zeros(num_phases(shape.num_layers) * PHASE_WORDS + 8, np.int64)
         job["phases"] = -(-self._phases.ctypes.data // 64) * 64
 

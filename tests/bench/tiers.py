@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,29 @@ class Throttle:
         self._free_s = 0.0
 
     def __enter__(self) -> Throttle:
-        self._preadv = OsIO.preadv
-        throttle = self
-
-        def slow(io: OsIO, fd: int, buffers: Sequence[Any], offset: int) -> int:
-            count = throttle._preadv(io, fd, buffers, offset)
-            with throttle._lock:
-                now_s = time.monotonic()
-                throttle._free_s = max(throttle._free_s, now_s) + count / throttle._bytes_per_s
-                wait_s = throttle._free_s - now_s
-            time.sleep(wait_s)
-            return count
-
-        OsIO.preadv = slow  # type: ignore[method-assign,assignment]
+        self._whole = {name: getattr(OsIO, name) for name in ("preadv", "preadv_batch")}
+        for name in self._whole:
+            setattr(OsIO, name, self._slowed(name))
         return self
 
     def __exit__(self, *_: object) -> None:
-        OsIO.preadv = self._preadv  # type: ignore[method-assign]
+        for name, method in self._whole.items():
+            setattr(OsIO, name, method)
+
+    def _slowed(self, name: str) -> Callable[..., Any]:
+        method = self._whole[name]
+
+        def slow(*arguments: Any) -> Any:
+            found = method(*arguments)
+            num_bytes = int(np.maximum(found, 0).sum())
+            with self._lock:
+                now_s = time.monotonic()
+                self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
+                wait_s = self._free_s - now_s
+            time.sleep(wait_s)
+            return found
+
+        return slow
 
 
 class Bench:

@@ -59,6 +59,7 @@ def tiny_model(
     format: WeightFormat = WeightFormat.FP32,
     embed_format: WeightFormat = WeightFormat.FP32,
     page_format: str = "fp32",
+    context: int = CONTEXT,
 ) -> TinyModel:
     rng = np.random.default_rng(seed)
 
@@ -85,7 +86,7 @@ def tiny_model(
     ]
     embed = random_matrix(rng, embed_format, vocab, hidden)
     head = embed if tied else random_matrix(rng, embed_format, vocab, hidden)
-    angles = np.outer(np.arange(CONTEXT), 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2)))
+    angles = np.outer(np.arange(context), 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2)))
     return TinyModel(
         DecoderShape(
             len(windows), hidden, intermediate, heads, kv_heads, head_dim, vocab, 1e-5, qk_norm, windows

@@ -75,9 +75,7 @@ def test_decoding_token_by_token_gives_the_bits_of_one_prefill(page_format: str)
 def test_long_sequences_give_the_same_bits_however_threads_share_them() -> None:
     """Past a segment of attention one row is the work of several threads; in a prefill it is that of one."""
     length = 600
-    model = tiny_model(heads=3, kv_heads=1, windows=(0, 300))
-    angles = np.outer(np.arange(length), 10000.0 ** (-np.arange(16) / 16))
-    model = dataclasses.replace(model, cos=np.cos(angles).astype(np.float32), sin=np.sin(angles).astype(np.float32))
+    model = tiny_model(heads=3, kv_heads=1, windows=(0, 300), context=length)
     sequences, slots = random_sequences(np.random.default_rng(7), [length], model.shape.vocab)
     arena = model.arena(slots)
     with model.decoder(max_rows=length, threads=1) as decoder:
@@ -146,6 +144,38 @@ def test_shared_pages_serve_two_sequences() -> None:
         warm = forward(decoder, arena, batch([first, second], [(40, 40), (32, 35)]))
         cold = forward(decoder, model.arena(6), batch([second], [(0, 35)]))
     assert np.array_equal(warm, cold[32:])
+
+
+@pytest.mark.parametrize("page_format", ["fp32", "fp16"])
+def test_sequences_with_common_segments_give_the_bits_of_each_alone(page_format: str) -> None:
+    """Decode and prefill rows of sequences that branch off one another, within segments and at their ends; the windows
+    of the second layer start anywhere."""
+    model = tiny_model(heads=3, kv_heads=1, windows=(0, 300, 0), page_format=page_format, context=800)
+    rng, free = np.random.default_rng(8), iter(range(400))
+    sequences: list[Sequence] = []
+    # tokens, and the pages that the sequence before it has too
+    for length, pages in ((790, 0), (513, 32), (600, 32), (785, 37), (700, 33), (560, 16), (270, 16), (40, 0)):
+        before = sequences[-1] if sequences else Sequence([], [])
+        tokens = before.tokens[: 16 * pages] + rng.integers(0, 100, length - 16 * pages).tolist()
+        slots = before.slots[:pages] + [next(free) for _ in range(-(-length // 16) - pages)]
+        sequences.append(Sequence(tokens, slots))
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    new_rows = [1, 1, 1, 21, 1, 3, 1, 40]
+    arena = model.arena(next(free))
+    with model.decoder(max_rows=800, threads=1) as decoder:
+        expected = [
+            forward(decoder, arena, batch([sequence], [(0, length)]))[-count:]
+            for sequence, length, count in zip(sequences, lengths, new_rows, strict=True)
+        ]
+    before_all = arena.copy()
+    together = batch(sequences, [(n - count, n) for n, count in zip(lengths, new_rows, strict=True)])
+    for threads in (1, 3):
+        with model.decoder(max_rows=800, threads=threads) as decoder:
+            assert np.array_equal(forward(decoder, arena, together), np.concatenate(expected))
+            assert np.array_equal(arena, before_all)
+            for some in ([0, 1], [3, 5], [6, 0, 1, 2]):  # what a pass leaves behind is nothing to the next one
+                few = batch([sequences[s] for s in some], [(lengths[s] - 1, lengths[s]) for s in some])
+                assert np.array_equal(forward(decoder, arena, few), np.stack([expected[s][-1] for s in some]))
 
 
 def test_only_the_wanted_logits_come_back_in_their_order() -> None:

@@ -104,6 +104,36 @@ def test_pages_in_any_memory_and_passes_by_layers_give_the_same_bits(page_format
             assert np.array_equal(np.stack(homes)[kept], arena[kept])
 
 
+def test_sequences_may_have_pages_in_common_in_some_layers_alone() -> None:
+    """Common pages of the arena in one layer, a staged copy for each sequence in the next, one for both in the last."""
+    model = tiny_model(windows=(0, 0, 0), context=400)
+    layout, rng, common = model.layout, np.random.default_rng(9), list(range(16))
+    tokens = rng.integers(0, model.shape.vocab, 256).tolist()
+    sequences = [Sequence([*tokens, s, 7], [*common, 16 + s]) for s in range(3)]
+    arena = model.arena(19)
+    with model.decoder(max_rows=260) as decoder:
+        for s in sequences:
+            forward(decoder, arena, batch([s], [(0, 257)]))
+        inputs = batch(sequences, [(257, 258)] * 3)
+        expected = np.concatenate([forward(decoder, arena, batch([s], [(257, 258)])) for s in sequences])
+        table = inputs.pop("page_table")
+        copies = np.full((3, 16, layout.layer_bytes), 0xFF, np.uint8)
+        decoder.start(**inputs)
+        for index, staged in enumerate(((), (0, 1, 2), (0,))):
+            pages, own = addresses(arena, table).reshape(3, 17), slice(index * layout.layer_bytes, None)
+            kept = arena[:16].copy()
+            for s in staged:
+                copies[s] = arena[:16, own][:, : layout.layer_bytes]
+                for reader in range(3) if len(staged) == 1 else (s,):
+                    pages[reader, :16] = addresses(copies[s], np.arange(16)) - index * layout.layer_bytes
+            if staged:
+                arena[:16] = 0xFF  # nothing but the copies may be read
+            decoder.layer(index, [arena, copies], pages.reshape(-1))
+            arena[:16] = kept
+            copies[:] = 0xFF
+        assert np.array_equal(decoder.finish(), expected)
+
+
 def test_passes_by_layers_refuse_what_is_out_of_turn() -> None:
     model = tiny_model(windows=(0, 0, 0))
     inputs = batch([Sequence([1, 2], [0])], [(0, 2)])

@@ -163,7 +163,9 @@ class Engine:
 
     def promises(self, pages: int) -> bool:
         """Whether a sequence of so many pages must be served to its end, come what may."""
-        memory = self.device.slots + (0 if self.mover.dead else self.host.slots)
+        if self.mover.dead:
+            return False  # nothing spills any more: whoever fits may have to go for one that does not
+        memory = self.device.slots + self.host.slots
         writeback = self.pager.writeback
         if pages <= memory or not writeback.on or writeback.paused:
             return pages <= memory

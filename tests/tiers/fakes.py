@@ -91,6 +91,10 @@ class MemoryStore(Store):
         return self.capacity
 
     @property
+    def quarantined_slots(self) -> int:
+        return 0
+
+    @property
     def free_slots(self) -> int:
         return self.capacity - len(self.rows)
 

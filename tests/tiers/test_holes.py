@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiers.fakes import FAR_S, PAGE_TOKENS, Rig, lost_key, stored
 from tierd.tiers import loader
-from tierd.tiers.errors import LostReason, PageLost, StoreBroken
+from tierd.tiers.errors import LostReason, PageLost, StagingLost, StoreBroken
 from tierd.tiers.lease import END, Lease
 
 A = list(range(1, 25))  # six full pages
@@ -133,7 +133,7 @@ def test_holes_of_a_running_sequence_are_computed_again_and_what_follows_stays_v
     rig.expect(lease, tokens)
     gone = [node.key for node in lease.nodes if not node.readable]
     assert len(gone) == 2
-    rig.pager.tables.lose(gone, rig.pager.leases)
+    rig.pager.tables.lose(StagingLost(gone, "the test says so", gone), rig.pager.leases)
     assert len(lease.absent) == 2
     assert lease.lost
     rig.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.tiers.fakes import FAR_S, MemoryStore, Rig, stored
-from tierd.tiers.errors import LostReason, PageLost
+from tierd.tiers.errors import LostReason, PageLost, StagingLost
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
 
@@ -209,7 +209,7 @@ def test_pages_do_not_come_back_into_the_slots_that_somebody_waits_for() -> None
 def test_a_streamed_page_that_is_lost_becomes_a_hole() -> None:
     rig, lease, store = larger_than_memory()
     keys = streamed(rig, lease)
-    rig.pager.tables.lose(keys[:2], rig.pager.leases)
+    rig.pager.tables.lose(StagingLost(keys[:2], "the test says so", keys[:2]), rig.pager.leases)
     assert lease.lost
     assert {lease.nodes[place].key for place in lease.absent} == set(keys[:2])
     assert streamed_only(rig, lease) == keys[2:]
@@ -237,7 +237,8 @@ def streamed_only(rig: Rig, lease: Lease) -> list[PageKey]:
 def test_a_page_that_came_back_meanwhile_is_not_lost() -> None:
     rig, lease, _ = larger_than_memory()
     there = next(node for node in lease.nodes if node.readable)
-    rig.pager.tables.lose([there.key, PageKey(b"unknown")], rig.pager.leases)
+    strange = [there.key, PageKey(b"unknown")]
+    rig.pager.tables.lose(StagingLost(strange, "the test says so", strange), rig.pager.leases)
     assert not lease.absent
     assert rig.pager.statistics().misses == {}
     rig.check()
@@ -249,7 +250,7 @@ def test_a_page_that_nobody_needs_any_more_is_forgotten_when_it_is_lost() -> Non
     lease = rig.pager.match([*A, 1])
     keys = [node.key for node in lease.nodes]
     rig.pager.release(lease, [])
-    rig.pager.tables.lose(keys, rig.pager.leases)
+    rig.pager.tables.lose(StagingLost(keys, "the test says so", keys), rig.pager.leases)
     assert rig.pager.statistics().known_pages == 0
     rig.settle()
     assert not store.rows
@@ -285,3 +286,18 @@ def test_holes_that_a_lost_store_left_are_computed_where_memory_can_hold_them() 
     assert other.num_tokens == 8
     rig.check()
     rig.close()
+
+
+def test_a_page_that_is_only_late_stays_in_the_store() -> None:
+    rig, store = stored(LONG, device=4, host=0)
+    lease = rig.pager.match([*LONG, 1])
+    rig.pager.fetch(lease, FAR_S)
+    rig.settle()
+    (late, *_) = keys = rig.pager.tables.streamed(lease, rig.pager.tables.addresses(lease, lease.num_pages))
+    rig.pager.tables.lose(StagingLost([late], "not in time"), rig.pager.leases)
+    assert len(lease.absent) == 1 and late in store.rows and late in keys
+    assert rig.pager.promoter.damaged_pages == 0
+    rig.pager.release(lease, [])
+    rig.settle()
+    assert late in store.rows
+    rig.check()

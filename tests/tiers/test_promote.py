@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiers.fakes import FAR_S, Rig, lost_key, stored
-from tierd.tiers import loader
-from tierd.tiers import promote
+from tierd.tiers import loader, promote
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.lease import Lease
 from tierd.tiers.mover import JobClass

@@ -105,6 +105,6 @@ class StagedPages:
             except PageLost:
                 missing.append(key)
         if missing:
-            raise StagingLost(missing, "the test says so")
+            raise StagingLost(missing, "the test says so", missing)
         slices = block.ctypes.data + RECORD * np.arange(len(keys))
         yield SimpleNamespace(memories=[block], section=lambda _index, _deadline_s: slices)

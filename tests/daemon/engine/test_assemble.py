@@ -111,10 +111,10 @@ def test_more_memory_than_there_is(
 def test_memory_that_the_system_refuses(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    def arena(name: str, slots: int, record_bytes: int) -> Arena:
+    def arena(name: str, slots: int, record_bytes: int, *, max_slots: int) -> Arena:
         if name == refused:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return Arena(name, slots, record_bytes)
+        return Arena(name, slots, record_bytes, max_slots=max_slots)
 
     monkeypatch.setattr(assemble, "Arena", arena)
     with pytest.raises(BadConfig, match=f"refuses .* GB of memory for {refused}_mem"), Live(tiny, tmp_path, host=8):

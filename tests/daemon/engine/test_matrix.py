@@ -38,7 +38,7 @@ def prompt(number: int, length: int) -> list[int]:
 def asks(longest: int, streams: int) -> list[dict[str, Any]]:
     """Prompts of all lengths around page boundaries, one near the longest that fits."""
     lengths = [longest - 24] if streams == 1 else [longest - 24, longest // 2, longest // 3, 1, 15, 16, 17, 160]
-    return [{"tokens": prompt(n, length), "max_tokens": 12} for n, length in enumerate(lengths)]
+    return [{"tokens": prompt(n, min(length, longest - 24)), "max_tokens": 12} for n, length in enumerate(lengths)]
 
 
 class Answers:
@@ -102,3 +102,25 @@ def test_every_size(
     model: Path, tmp_path: Path, answers: Answers, device: int, host: int, nvme: int, streams: int
 ) -> None:
     check(model, tmp_path, answers, device, host, nvme, streams, context=CONTEXT)
+
+
+@pytest.mark.long
+def test_two_thousand_requests_over_64_streams_with_constant_eviction(model: Path, tmp_path: Path) -> None:
+    chance = random.Random(5)
+    systems = [prompt(number, chance.randint(40, 400)) for number in range(6)]
+    wanted = []
+    for number in range(2000):
+        shared = chance.choice(systems)[: chance.randint(20, 400)]
+        own = [chance.randrange(300) for _ in range(chance.randint(1, 60))]
+        wanted.append({"tokens": shared + own, "max_tokens": chance.randint(1, 12), "tenant": str(number % 3)})
+    with Live(model, tmp_path / "plain", device=PLENTY, nvme=0, context=CONTEXT, max_streams=64) as live:
+        right = [tokens for start in range(0, 2000, 60) for tokens, _ in live.run(wanted[start : start + 60])]
+    with Live(model, tmp_path / "tiers", device=96, host=64, nvme=300, context=CONTEXT, max_streams=64) as live:
+        found = []
+        for start in range(0, 2000, 60):
+            found += live.run(wanted[start : start + 60])
+        assert live.engine.loop.call(live.engine.pager.check).result(20.0) == []
+        stats = live.engine.loop.call(live.engine.pager.statistics).result(20.0)
+    assert [end.ev for _, end in found] == ["done"] * 2000
+    assert sum(tokens != known for (tokens, _), known in zip(found, right, strict=True)) == 0
+    assert stats.device.evictions > 2000 and stats.nvme.evictions > 200

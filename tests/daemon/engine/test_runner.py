@@ -1,16 +1,43 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from tests.daemon.engine.fakes import PAGE, RECORD, FakeDecoder, expected
-from tierd.daemon.engine.batch import Rows, build
+from tests.daemon.engine.fakes import PAGE, RECORD, FakeDecoder, StagedPages, expected
+from tests.tiers.fakes import MemoryStore
+from tierd.daemon.engine.batch import Batch, Rows, build
 from tierd.daemon.engine.runner import Runner
+from tierd.kernels.layout import PageLayout
+from tierd.tiers.errors import StagingLost
+from tierd.tiers.keys import page_key, root_key
+from tierd.tiers.store import PageMeta
+
+LAYOUT = PageLayout(1, 1, 1, "fp32", PAGE)
+PROMPT = [5, 6, 7, 8, 9]
+KEY = page_key(root_key("runner"), b"first")
+
+
+def rows(*addresses: int) -> Batch:
+    return build([Rows(PROMPT, 0, np.array(addresses, np.int64), sample=True)], PAGE)
 
 
 def test_rows_go_into_their_pages_and_logits_come_out() -> None:
-    arena = np.zeros((6, RECORD), np.uint8)
-    runner = Runner(FakeDecoder(), arena)
-    prompt = [5, 6, 7, 8, 9]
-    logits = runner.run(build([Rows(prompt, 0, [4, 2], sample=True)], PAGE))
-    assert [int(np.argmax(logits[0]))] == expected(prompt, 1)
-    assert arena[[4, 2]].any(axis=1).all() and not arena[[0, 1, 3, 5]].any()
+    device, host = np.zeros((6, RECORD), np.uint8), np.zeros((2, RECORD), np.uint8)
+    runner = Runner(FakeDecoder(), LAYOUT, (device, host))
+    logits = runner.run(rows(host[1].ctypes.data, device[2].ctypes.data))
+    assert [int(np.argmax(logits[0]))] == expected(PROMPT, 1)
+    assert host[1].any() and device[2].any() and not host[0].any() and not device[[0, 1, 3, 4, 5]].any()
+
+
+def test_a_page_at_address_0_is_streamed() -> None:
+    device, store, decoder = np.zeros((2, RECORD), np.uint8), MemoryStore(), FakeDecoder()
+    whole = Runner(decoder, LAYOUT, (device,))
+    wanted = whole.run(rows(device[0].ctypes.data, device[1].ctypes.data))
+    store.write([(PageMeta(KEY, root_key("runner"), (1,), 0, 0.0), device[0])])
+    staged = StagedPages(store)
+    runner = Runner(decoder, LAYOUT, (device,), staged)  # type: ignore[arg-type]
+    last = build([Rows(PROMPT[4:], 4, np.array([0, device[1].ctypes.data], np.int64), sample=True)], PAGE)
+    assert np.array_equal(runner.run(last, [KEY]), wanted) and staged.passes == 1
+    staged.lost.append(KEY)
+    with pytest.raises(StagingLost):
+        runner.run(last, [KEY])

@@ -43,7 +43,7 @@ def test_a_lost_page_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose_one(rows: Batch, streamed: Sequence[PageKey] = ()) -> Logits:
         if len(streamed) > 20 and not lost:
             lost.append(streamed[7])
-            raise StagingLost(lost, "the test says so")
+            raise StagingLost(lost, "the test says so", lost)
         return run(rows, streamed)
 
     monkeypatch.setattr(rig.streams._runner, "run", lose_one)

@@ -176,7 +176,7 @@ async def test_a_second_owner_of_the_store_serves_without_it(tiny: Path, tmp_pat
 @pytest.mark.parametrize(
     ("config", "code", "exit_code"),
     [
-        ({"device_bytes": RECORD_BYTES}, "bad_config", 78),
+        ({"device_bytes": RECORD_BYTES - 1}, "bad_config", 78),
         ({"context": 4096}, "bad_config", 78),
         ({"model_dir": "/nowhere/tiny"}, "invalid_model", 1),
     ],

@@ -1,0 +1,245 @@
+"""Decode attention: one query a sequence over its pages, split along the sequence.
+
+Each program takes 512 tokens of one sequence for up to 16 query heads of one kv head, so keys and values are read once
+for the whole group, and leaves `(out, lse)` of its split; `merge` adds the splits up. The splits are cut at fixed
+places whatever the batch is, and each is summed up in one order: a sequence's bits do not depend on its company.
+
+A tile is one or two pages. Within a record a head's keys are [head_dim][token] and its values [token][head_dim] (see
+`kernels/layout.py`), both in one piece of some KB, so all reads are whole 32-byte sectors. Reads are masked by whole
+pages alone: a mask by token would break the 16-byte loads. Tokens that a query does not see are selected away after
+the load, values included, so that stale memory, NaN included, has no influence.
+
+Sources of the method: FlashAttention-2 (online softmax; Dao 2023), Flash-Decoding (splits merged by log-sum-exp),
+PagedAttention (Kwon et al. 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tierd.kernels.gpu.launch import Launch, Plan, check_tensor, next_power_of_2
+from tierd.kernels.gpu.merge import plan_merge
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile
+from tierd.kernels.gpu.softmax import LN_2, accumulate, finished, finite_or_zero, scores_of
+
+SPLIT_TOKENS = 512
+_BLOCK_HEADS = 16  # the smallest tile of the tensor cores
+
+
+class Decoded(NamedTuple):
+    """`out` [batch, heads, head_dim], `lse` fp32 [batch, heads], and on request `mass` fp32 [all pages, kv_heads]."""
+
+    out: Tensor
+    lse: Tensor
+    mass: Tensor | None
+
+
+@triton.jit
+def visible_span(length, at, window):
+    """The tokens [low, high) that a query at position `at` sees of `length`; `window` 0 is no window."""
+    low = tl.where(window > 0, tl.maximum(at - window + 1, 0), 0)
+    return low, tl.minimum(length, at + 1)
+
+
+@triton.jit
+def _decode_kernel(
+    queries, pages, offsets, lengths, positions, base, outs, lses, page_lses,
+    q_row, q_head, q_dim, outs_split, outs_row, outs_head, lses_split, lses_row,
+    heads, group, head_blocks, window, layer_offset, value_offset, scale, soft_cap,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, SPLIT: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
+):  # fmt: skip
+    split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    kv_head, block = tl.program_id(1) // head_blocks, tl.program_id(1) % head_blocks
+    length = tl.load(lengths + row)
+    at = tl.load(positions + row) if HAS_POSITIONS else length - 1
+    low, high = visible_span(length, at, window)
+    in_group = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = kv_head * group + in_group
+    is_head = in_group < group
+    d = tl.arange(0, BLOCK_D)
+    in_dim = d < HEAD_DIM
+    first_page = tl.load(offsets + row).to(tl.int64)
+    num_pages = (length + 15) // 16
+    x = tl.load(
+        queries + row * q_row + (head * q_head)[:, None] + (d * q_dim)[None, :],
+        mask=is_head[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    plane = base + layer_offset + kv_head.to(tl.int64) * (16 * HEAD_DIM)
+    largest = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    sums = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    begin = tl.maximum(split * SPLIT, low // BLOCK_N * BLOCK_N)
+    end = tl.minimum(split * SPLIT + SPLIT, high)
+    for start in range(begin, end, BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        page = token // 16
+        present = (page < num_pages) & (page * 16 + 16 > low)
+        keys, values = load_tile(
+            pages + first_page, base, plane, value_offset, token, present, d, HEAD_DIM, ELEMENT_BYTES
+        )
+        seen = (token >= low) & (token < high)
+        scores = scores_of(x, keys, seen[None, :], scale, soft_cap, HAS_CAP)
+        if HAS_MASS:
+            by_page = tl.reshape(scores, (BLOCK_H, BLOCK_N // 16, 16))
+            peak = finite_or_zero(tl.max(by_page, 2))
+            sum_of_page = tl.sum(tl.exp2(by_page - peak[:, :, None]), 2)
+            page_lse = (peak + tl.log2(tl.where(sum_of_page == 0.0, 1.0, sum_of_page))) * LN_2
+            page_lse = tl.where(sum_of_page == 0.0, -float("inf"), page_lse)
+            of_tile = start // 16 + tl.arange(0, BLOCK_N // 16)
+            tl.store(
+                page_lses + (first_page + of_tile)[None, :] * heads + head[:, None],
+                page_lse,
+                mask=is_head[:, None] & (of_tile < num_pages)[None, :],
+            )
+        values = tl.where(seen[:, None], values, 0.0).to(values.dtype)
+        largest, total, sums = accumulate(scores, values, largest, total, sums)
+    out, lse = finished(largest, total, sums)
+    tl.store(lses + split * lses_split + row * lses_row + head, lse, mask=is_head)
+    if begin < end:
+        tl.store(
+            outs + split * outs_split + row * outs_row + (head * outs_head)[:, None] + d[None, :],
+            out,
+            mask=is_head[:, None] & in_dim[None, :],
+        )
+
+
+@triton.jit
+def _mass_kernel(
+    page_lses, lses, offsets, lengths, positions, mass,
+    heads, group, kv_heads, window, BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+):  # fmt: skip
+    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(lengths + row)
+    at = tl.load(positions + row) if HAS_POSITIONS else length - 1
+    low, high = visible_span(length, at, window)
+    first_page, stop_page = tl.load(offsets + row).to(tl.int64), tl.load(offsets + row + 1)
+    page = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    in_group = tl.arange(0, BLOCK_G)
+    head = kv_head * group + in_group
+    # The decode kernel went through these pages and no others: what is left of the scratch was never written.
+    visited = (page * 16 < high) & (page * 16 + 16 > low)
+    is_head = in_group < group
+    lse = tl.load(lses + row * heads + head, mask=is_head, other=0.0)
+    x = tl.load(
+        page_lses + (first_page + page)[:, None] * heads + head[None, :],
+        mask=visited[:, None] & is_head[None, :],
+        other=-float("inf"),
+    )
+    share = tl.sum(tl.exp(x - tl.where(lse == -float("inf"), 0.0, lse)[None, :]), 1) / group
+    tl.store(mass + (first_page + page) * kv_heads + kv_head, share, mask=first_page + page < stop_page)
+
+
+def plan_decode(
+    queries: Tensor,
+    table: PageTable,
+    layer: int,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    positions: Tensor | None = None,
+    want_mass: bool = False,
+) -> Plan[Decoded]:
+    """`decode` without running it."""
+    layout = table.layout
+    heads = check_queries(queries, table, layer, soft_cap, window)
+    batch, group = len(queries), heads // layout.kv_heads
+    if batch != table.batch:
+        raise ValueError(f"queries: {batch} rows for {table.batch} sequences")
+    if positions is not None:
+        check_tensor("positions", positions, [torch.int32], [batch], queries)
+    splits = -(-table.max_pages * layout.page_tokens // SPLIT_TOKENS)
+    outs = torch.empty((splits, batch, heads, layout.head_dim), dtype=torch.float32, device=queries.device)
+    lses = torch.empty((splits, batch, heads), dtype=torch.float32, device=queries.device)
+    page_lses = torch.empty((len(table.pages), heads), dtype=torch.float32, device=queries.device)
+    # Tiles of some 16 KB, keys and values: with three stages two or three programs fit an SM of 100 KB.
+    block_n = 32 if next_power_of_2(layout.head_dim) * layout.element_bytes <= 512 else 16
+    head_blocks = -(-group // _BLOCK_HEADS)
+    shared = {
+        "offsets": table.offsets, "lengths": table.lengths,
+        "positions": None if positions is None else positions.contiguous(), "heads": heads, "group": group,
+        "window": window, "HAS_POSITIONS": positions is not None,
+    }  # fmt: skip
+    args = {
+        **shared, "queries": queries, "pages": table.pages, "base": table.base, "outs": outs, "lses": lses,
+        "page_lses": page_lses if want_mass else None,
+        "q_row": queries.stride(0), "q_head": queries.stride(1), "q_dim": queries.stride(2),
+        "outs_split": outs.stride(0), "outs_row": outs.stride(1), "outs_head": outs.stride(2),
+        "lses_split": lses.stride(0), "lses_row": lses.stride(1), "head_blocks": head_blocks,
+        "layer_offset": layer * layout.layer_elements, "value_offset": layout.plane_elements,
+        "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap,
+        "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_N": block_n,
+        "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "ELEMENT_BYTES": layout.element_bytes,
+        "HAS_CAP": soft_cap > 0, "HAS_MASS": want_mass,
+    }  # fmt: skip
+    merged = plan_merge(outs, lses, sinks, queries.dtype)
+    split_launch = Launch(_decode_kernel, (splits, layout.kv_heads * head_blocks, batch), args, 4, 3)
+    buffers = (outs, lses, *merged.buffers)
+    if not want_mass:
+        return Plan(Decoded(*merged.result, None), buffers, (split_launch, *merged.launches))
+    mass = torch.empty((len(table.pages), layout.kv_heads), dtype=torch.float32, device=queries.device)
+    mass_args = {
+        **shared, "page_lses": page_lses, "lses": merged.result.lse, "mass": mass, "kv_heads": layout.kv_heads,
+        "BLOCK_P": 64, "BLOCK_G": next_power_of_2(group),
+    }  # fmt: skip
+    mass_launch = Launch(_mass_kernel, (-(-table.max_pages // 64), batch, layout.kv_heads), mass_args)
+    launches = (split_launch, *merged.launches, mass_launch)
+    return Plan(Decoded(*merged.result, mass), (*buffers, page_lses, mass), launches)
+
+
+def check_queries(queries: Tensor, table: PageTable, layer: int, soft_cap: float, window: int) -> int:
+    """The checks that decode and extend share; returns the number of query heads."""
+    layout = table.layout
+    check_tensor("queries", queries, [PAGE_DTYPES[layout.format]], [None, None, layout.head_dim], table.base)
+    heads = queries.shape[1]
+    if heads == 0 or heads % layout.kv_heads:
+        raise ValueError(f"queries: {heads} heads are not a multiple of {layout.kv_heads} kv heads")
+    if not 0 <= layer < layout.num_layers:
+        raise ValueError(f"layer {layer} of {layout.num_layers}")
+    if not (soft_cap >= 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"soft_cap must be positive, or 0 for none, got {soft_cap}")
+    if window < 0:
+        raise ValueError(f"window must be positive, or 0 for none, got {window}")
+    return heads
+
+
+def decode(
+    queries: Tensor,
+    table: PageTable,
+    layer: int,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    positions: Tensor | None = None,
+    want_mass: bool = False,
+) -> Decoded:
+    """Attention of one query a sequence. Twin: `reference.decode`.
+
+    queries    [batch, heads, head_dim] in the pages' element type, any strides, not scaled; query head h reads kv head
+               h // (heads / kv_heads)
+    table      the pages; a sequence without any gets zeros and an lse of minus infinity
+    scale      of the scores, 1 / sqrt(head_dim) by default; soft_cap c makes them c * tanh(score / c)
+    window     sees so many tokens, its own included, or all for 0; pages that are wholly out of it are not read
+    sinks      float [heads], a logit each with a value of zero: pass them to one of all merges of a sequence
+    positions  int32 [batch], of the query, counted from the first token in the table; by default that of the last
+               token. For a run that ends before the query: then a window is cut at the right place
+    want_mass  also the share of the softmax that falls on each page, mean over the heads of a group, in the table's
+               order; 0 for pages out of the window
+
+    Raises ValueError for wrong shapes, types, devices or options.
+    """
+    return plan_decode(
+        queries, table, layer, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, positions=positions,
+        want_mass=want_mass,
+    ).run()  # fmt: skip

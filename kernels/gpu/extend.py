@@ -1,0 +1,187 @@
+"""Extend attention: chunks of new rows over the cached pages of their sequences, and causally over one another.
+
+Each program takes some rows of one sequence with all query heads of one kv head, packed into one tile of the tensor
+cores: row r and head h of a group of G are line r * G + h. Keys and values are then read once for the group, and a
+chunk of few rows still fills the tile. The new tokens' keys and values come as tensors, so that it does not matter
+when, where and in which format they are written to pages.
+
+Sources of the method: FlashAttention-2 (Dao 2023), PagedAttention (Kwon et al. 2023).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tierd.kernels.gpu.decode import check_queries
+from tierd.kernels.gpu.launch import FLOAT_DTYPES, Launch, Plan, check_contiguous, check_tensor, next_power_of_2
+from tierd.kernels.gpu.merge import Merged
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile
+from tierd.kernels.gpu.softmax import LOG2_E, accumulate, finished, scores_of
+
+MAX_GROUP = 64
+
+
+@triton.jit
+def _extend_kernel(
+    queries, new_keys, new_values, row_offsets, pages, offsets, lengths, base, sinks, out, lse,
+    q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, out_row, out_head, lse_row,
+    window, layer_offset, value_offset, scale, soft_cap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
+    sequence, kv_head = tl.program_id(2), tl.program_id(1)
+    first_row = tl.load(row_offsets + sequence).to(tl.int64)
+    rows = (tl.load(row_offsets + sequence + 1) - first_row).to(tl.int32)
+    tile = tl.program_id(0) * TILE_ROWS
+    if tile < rows:
+        length = tl.load(lengths + sequence)
+        line = tl.arange(0, BLOCK_M)
+        row = tile + line // GROUP
+        head = kv_head * GROUP + line % GROUP
+        is_line = (line // GROUP < TILE_ROWS) & (row < rows)
+        d = tl.arange(0, BLOCK_D)
+        in_dim = d < HEAD_DIM
+        x = tl.load(
+            queries + ((first_row + row) * q_row + head * q_head)[:, None] + (d * q_dim)[None, :],
+            mask=is_line[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+        largest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        if HAS_SINKS:
+            largest = tl.load(sinks + head, mask=is_line, other=0.0).to(tl.float32) * LOG2_E
+            total = total + 1.0
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        # The first position that the tile's first row sees; without a window all rows see everything before them.
+        low = tl.where(window > 0, tl.maximum(length + tile - window + 1, 0), 0)
+        reach = tl.where(window > 0, window, length + rows)
+
+        plane = base + layer_offset + kv_head.to(tl.int64) * (16 * HEAD_DIM)
+        first_page = tl.load(offsets + sequence).to(tl.int64)
+        for start in range(low // BLOCK_N * BLOCK_N, length, BLOCK_N):
+            token = start + tl.arange(0, BLOCK_N)
+            page = token // 16
+            present = (page * 16 < length) & (page * 16 + 16 > low)
+            keys, values = load_tile(
+                pages + first_page, base, plane, value_offset, token, present, d, HEAD_DIM, ELEMENT_BYTES
+            )
+            held = (token >= low) & (token < length)
+            values = tl.where(held[:, None], values, 0.0).to(values.dtype)
+            seen = held[None, :] & (length + row[:, None] - token[None, :] < reach)
+            scores = scores_of(x, keys, seen, scale, soft_cap, HAS_CAP)
+            largest, total, sums = accumulate(scores, values, largest, total, sums)
+
+        stop = tl.minimum(tile + TILE_ROWS, rows)
+        for start in range(tl.maximum(low - length, 0) // BLOCK_N * BLOCK_N, stop, BLOCK_N):
+            token = start + tl.arange(0, BLOCK_N)
+            is_new = (token < stop) & (token >= low - length)
+            keys = tl.load(
+                new_keys + ((first_row + token) * k_row + kv_head * k_head)[None, :] + (d * k_dim)[:, None],
+                mask=in_dim[:, None] & is_new[None, :],
+                other=0.0,
+            )
+            values = tl.load(
+                new_values + ((first_row + token) * v_row + kv_head * v_head)[:, None] + (d * v_dim)[None, :],
+                mask=is_new[:, None] & in_dim[None, :],
+                other=0.0,
+            )
+            distance = row[:, None] - token[None, :]
+            seen = is_new[None, :] & (distance >= 0) & (distance < reach)
+            scores = scores_of(x, keys, seen, scale, soft_cap, HAS_CAP)
+            largest, total, sums = accumulate(scores, values, largest, total, sums)
+
+        result, log_sum = finished(largest, total, sums)
+        target = out + ((first_row + row) * out_row + head * out_head)[:, None] + d[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=is_line[:, None] & in_dim[None, :])
+        tl.store(lse + (first_row + row) * lse_row + head, log_sum, mask=is_line)
+
+
+def plan_extend(
+    queries: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    row_offsets: Tensor,
+    max_rows: int,
+    table: PageTable,
+    layer: int,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Plan[Merged]:
+    """`extend` without running it."""
+    layout = table.layout
+    heads = check_queries(queries, table, layer, soft_cap, window)
+    group = heads // layout.kv_heads
+    if group > MAX_GROUP:
+        raise ValueError(f"queries: at most {MAX_GROUP} query heads for each kv head, got {group}")
+    dtype = PAGE_DTYPES[layout.format]
+    for name, tensor in (("new_keys", new_keys), ("new_values", new_values)):
+        check_tensor(name, tensor, [dtype], [len(queries), layout.kv_heads, layout.head_dim], queries)
+    check_tensor("row_offsets", row_offsets, [torch.int32], [table.batch + 1], queries)
+    check_contiguous("row_offsets", row_offsets)
+    if sinks is not None:
+        check_tensor("sinks", sinks, FLOAT_DTYPES, [heads], queries)
+    if max_rows < 0:
+        raise ValueError(f"max_rows must not be negative, got {max_rows}")
+    out = torch.empty((len(queries), heads, layout.head_dim), dtype=dtype, device=queries.device)
+    lse = torch.empty((len(queries), heads), dtype=torch.float32, device=queries.device)
+    row_bytes = next_power_of_2(layout.head_dim) * layout.element_bytes
+    block_m, block_n = (128, 32) if row_bytes <= 256 else (64, 32)  # with 64 tokens registers spill
+    args = {
+        "queries": queries, "new_keys": new_keys, "new_values": new_values, "row_offsets": row_offsets,
+        "pages": table.pages, "offsets": table.offsets, "lengths": table.lengths, "base": table.base,
+        "sinks": None if sinks is None else sinks.contiguous(), "out": out, "lse": lse,
+        "q_row": queries.stride(0), "q_head": queries.stride(1), "q_dim": queries.stride(2),
+        "k_row": new_keys.stride(0), "k_head": new_keys.stride(1), "k_dim": new_keys.stride(2),
+        "v_row": new_values.stride(0), "v_head": new_values.stride(1), "v_dim": new_values.stride(2),
+        "out_row": out.stride(0), "out_head": out.stride(1), "lse_row": lse.stride(0), "window": window,
+        "layer_offset": layer * layout.layer_elements, "value_offset": layout.plane_elements,
+        "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap, "GROUP": group,
+        "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_M": block_m,
+        "BLOCK_N": block_n, "ELEMENT_BYTES": layout.element_bytes, "HAS_CAP": soft_cap > 0,
+        "HAS_SINKS": sinks is not None,
+    }  # fmt: skip
+    grid = (-(-max_rows // (block_m // group)), layout.kv_heads, table.batch)
+    return Plan(Merged(out, lse), (out, lse), (Launch(_extend_kernel, grid, args, 8, 2),))
+
+
+def extend(
+    queries: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    row_offsets: Tensor,
+    max_rows: int,
+    table: PageTable,
+    layer: int,
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Merged:
+    """Attention of new rows. Twin: `reference.extend`.
+
+    queries      [rows, heads, head_dim] in the pages' element type, any strides, not scaled; the rows of a sequence
+                 follow each other, the first one at the position after its cached tokens
+    new_keys     [rows, kv_heads, head_dim], same type, any strides; `new_values` too
+    row_offsets  int32 [batch + 1]: where the rows of each sequence begin; rows before the first or after the last
+                 offset are not written
+    max_rows     no sequence has more rows: the size of the grid
+    table        the cached pages of each sequence, its lengths being cached tokens; none is fine
+    scale, soft_cap, window, sinks  as in `decode`
+
+    Returns out [rows, heads, head_dim] in the queries' type and lse fp32 [rows, heads]. Raises ValueError for wrong
+    shapes, types, devices or options, and for more than 64 query heads for each kv head.
+    """
+    return plan_extend(
+        queries, new_keys, new_values, row_offsets, max_rows, table, layer, scale=scale, soft_cap=soft_cap,
+        window=window, sinks=sinks,
+    ).run()  # fmt: skip

@@ -1,0 +1,157 @@
+"""Page tables on the device, and how a kernel gets from an address to keys and values.
+
+A page is named by the int64 address of its record, as on the CPU backend: pages of the device arena, of a staging ring
+and of pinned CPU memory (which the card reads at its own addresses) mix in one launch. Triton reads 16 bytes at a time
+only where it can prove an offset from a pointer argument to be aligned, and not from a pointer made of an integer. So
+a kernel gets some tensor as `base` and adds `(address - base) / element size`; the hint that this is a multiple of 16
+elements holds because `PageTable.build` checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tierd.kernels.gpu.launch import check_contiguous, check_tensor
+from tierd.kernels.layout import PageLayout
+
+PAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+MAX_HEAD_DIM = 256
+ALIGN_BYTES = 64  # 16 elements of fp32
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """The pages of some sequences. Use `build`, which checks the values while they are on the host; this checks shapes.
+
+    pages     int64 [all pages]  addresses of records, sequence after sequence
+    offsets   int32 [batch + 1]  where each sequence's pages begin
+    lengths   int32 [batch]      tokens of each sequence, at most 16 a page
+    max_pages                    no sequence has more pages: the size of grids, so that a captured graph can be kept
+    base      any 64-byte aligned tensor of the page's element type on the device
+    """
+
+    layout: PageLayout
+    pages: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    max_pages: int
+    base: Tensor
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout, self.base)
+        check_tensor("pages", self.pages, [torch.int64], [None], self.base)
+        check_tensor("lengths", self.lengths, [torch.int32], [None], self.base)
+        check_tensor("offsets", self.offsets, [torch.int32], [self.batch + 1], self.base)
+        for name in ("pages", "offsets", "lengths"):
+            check_contiguous(name, getattr(self, name))
+        if self.max_pages < 0:
+            raise ValueError(f"max_pages must not be negative, got {self.max_pages}")
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.lengths)
+
+    @staticmethod
+    def build(
+        layout: PageLayout,
+        pages: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        memories: Sequence[Tensor],
+        base: Tensor,
+        max_pages: int | None = None,
+        layer: int | None = None,
+    ) -> PageTable:
+        """A table on the device of `base`, from addresses on the host.
+
+        `memories` are the contiguous tensors that addresses may point into. With `layer` only that layer's slice of
+        each record need lie there: so a staged slice is named by where its record would begin.
+        Raises ValueError naming the sequence if a record does not lie wholly in one memory, is not aligned to 64 bytes,
+        or a length does not fit its pages.
+        """
+        if len(pages) != len(lengths):
+            raise ValueError(f"{len(pages)} sequences with pages, but {len(lengths)} lengths")
+        for sequence, (addresses, length) in enumerate(zip(pages, lengths, strict=True)):
+            if not 0 <= length <= len(addresses) * layout.page_tokens:
+                raise ValueError(f"sequence {sequence}: {length} tokens do not fit {len(addresses)} pages")
+        counts = torch.tensor([0, *map(len, pages)])
+        flat = torch.tensor([address for addresses in pages for address in addresses], dtype=torch.int64)
+        ends = counts.cumsum(0)[1:]
+        check_addresses(
+            layout, flat, memories, layer, lambda at: f"sequence {int(torch.searchsorted(ends, at, right=True))}"
+        )
+        largest = int(counts.max())
+        if max_pages is not None and max_pages < largest:
+            raise ValueError(f"max_pages is {max_pages}, but a sequence has {largest} pages")
+        return PageTable(
+            layout,
+            flat.to(base.device),
+            counts.cumsum(0).to(torch.int32).to(base.device),
+            torch.tensor(lengths, dtype=torch.int32).to(base.device),
+            largest if max_pages is None else max_pages,
+            base,
+        )
+
+
+def check_layout(layout: PageLayout, base: Tensor) -> None:
+    """Raises ValueError for a layout that the kernels do not take, or a base that does not go with it."""
+    if layout.page_tokens != 16:
+        raise ValueError(f"the kernels take pages of 16 tokens, got {layout.page_tokens}")
+    if layout.head_dim % 16 or layout.head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {layout.head_dim}")
+    check_tensor("base", base, [PAGE_DTYPES[layout.format]], [None] * base.dim())
+    if base.device.type != "meta" and base.data_ptr() % ALIGN_BYTES:
+        raise ValueError(f"base: must be aligned to {ALIGN_BYTES} bytes")
+
+
+def check_addresses(
+    layout: PageLayout, addresses: Tensor, memories: Sequence[Tensor], layer: int | None, owner: Callable[[int], str]
+) -> None:
+    """Raises ValueError unless every int64 address, on the host, is aligned and its record (or one layer's slice of it)
+    lies in one of the memories; `owner` says whose address the one at an index is."""
+    size = layout.payload_bytes if layer is None else layout.layer_bytes
+    first = addresses if layer is None else addresses + layer * layout.layer_bytes
+    inside = torch.zeros(len(addresses), dtype=torch.bool)
+    for memory in memories:
+        start = memory.data_ptr()
+        inside |= (first >= start) & (first <= start + memory.nbytes - size)
+    bad = ~(inside & (first % ALIGN_BYTES == 0))
+    if bad.any():
+        at = int(bad.nonzero()[0])
+        raise ValueError(f"{owner(at)}: no whole, aligned record at address {int(addresses[at]):#x}")
+
+
+@triton.jit
+def record_offset(address, base, ELEMENT_BYTES: tl.constexpr):
+    """Elements from `base` to the record at `address`, known to be a multiple of 16."""
+    return tl.multiple_of((address - base.to(tl.int64)) // ELEMENT_BYTES, 16)
+
+
+@triton.jit
+def load_tile(
+    pages, base, plane, value_offset, token, present, d, HEAD_DIM: tl.constexpr, ELEMENT_BYTES: tl.constexpr
+):  # fmt: skip
+    """Keys [D, N] and values [N, D] of tokens [N] of a sequence; 0 where `present` [N] is false for the token's page.
+
+    `pages` points at the sequence's first address, `plane` is `base` plus the offset of layer and head in a record.
+    """
+    address = tl.load(pages + token // 16, mask=present, other=0)
+    record = record_offset(address, base, ELEMENT_BYTES)
+    in_dim = d < HEAD_DIM
+    keys = tl.load(
+        plane + record[None, :] + (d * 16)[:, None] + (token % 16)[None, :],
+        mask=in_dim[:, None] & present[None, :],
+        other=0.0,
+    )
+    values = tl.load(
+        plane + value_offset + record[:, None] + ((token % 16) * HEAD_DIM)[:, None] + d[None, :],
+        mask=present[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    return keys, values

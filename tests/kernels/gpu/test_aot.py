@@ -1,0 +1,45 @@
+"""Kernels compile without a card for every architecture, within its shared memory, and the hot ones without spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("aot.py")
+# What one program may have (CUDA C programming guide, technical specifications for each compute capability).
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+NO_SPILLS = {"decode_kernel", "merge_kernel", "matmul_kernel", "add_parts_kernel"}
+
+
+def compiled(arch: int, *options: str) -> list[dict[str, Any]]:
+    """In a process of its own: in this one Triton interprets."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    command = [sys.executable, str(SCRIPT), "--arch", str(arch), "--json", *options]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def check(kernels: list[dict[str, Any]], arch: int) -> None:
+    assert [k for k in kernels if k["shared_bytes"] > SHARED_BYTES[arch]] == []
+    assert [k for k in kernels if k["kernel"] in NO_SPILLS and k["spill_bytes"]] == []
+
+
+def test_decode_and_matmul_compile_for_one_card() -> None:
+    kernels = compiled(86, "--kernels", "attention,matmul", "--case", "^decode$|int4.* qkv x1$")
+    assert {k["kernel"] for k in kernels} == NO_SPILLS
+    check(kernels, 86)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_all_kernels_compile(arch: int) -> None:
+    kernels = compiled(arch)
+    assert {k["kernel"] for k in kernels} >= NO_SPILLS
+    check(kernels, arch)

@@ -1,0 +1,35 @@
+"""Weights and plan: figures with their units, and the difference between zero and not measured."""
+
+from __future__ import annotations
+
+from tierd.tui.snapshot import Snapshot
+from tierd.tui.view import View
+from tierd.tui.widgets.plan import Plan
+from tierd.tui.wire import EngineReport, PlanRow, WeightRow
+
+ENGINE = EngineReport(model="m", state="ready")
+
+
+def text(snapshot: Snapshot) -> list[str]:
+    found = Plan(View(), id="plan")
+    found.snapshot = snapshot
+    return [" ".join("".join(part for part, _ in line).split()) for line in found.paint(70, 9)]
+
+
+def test_what_was_planned_stands_beside_what_is() -> None:
+    plan = (PlanRow("restore", "ms", 0.84, 1.25), PlanRow("read", "bytes/s", 2e9), PlanRow("wait", "s", 1.0, 0.0))
+    assert text(Snapshot(engine=ENGINE, plan=plan)) == [
+        "restore 0.84 ms planned 1.25 ms measured", "read 1.9 GiB/s planned not measured yet",
+        "wait 1 s planned 0 s measured",
+    ]  # fmt: skip
+
+
+def test_an_expert_tells_how_often_it_was_there() -> None:
+    weights = (WeightRow("layer 3 expert 7", 7 << 20, "host", 3, 4), WeightRow("layer 4", 1 << 20, "device"))
+    assert text(Snapshot(engine=ENGINE, weights=weights)) == [
+        "layer 3 expert 7 hit 75% 7.0 MiB RAM", "layer 4 1.0 MiB device"
+    ]  # fmt: skip
+
+
+def test_nothing_of_it_is_reported() -> None:
+    assert text(Snapshot(engine=ENGINE)) == ["weights by layer and the plan: not reported by this daemon"]

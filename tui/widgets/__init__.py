@@ -1,0 +1,1 @@
+"""The panels of `tierd top`, one a file."""

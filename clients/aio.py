@@ -137,11 +137,12 @@ class AsyncClient:
         """Close the connection; the daemon stops what still runs on it. Closing twice is fine."""
         writer, task = self._writer, self._reader_task
         self._writer = self._reader_task = None
+        if writer is not None:
+            writer.close()  # before anything is waited for: a cancel must not leave it open
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
         if writer is not None:
-            writer.close()
             try:
                 await writer.wait_closed()
             except OSError:

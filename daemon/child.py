@@ -44,7 +44,7 @@ LINE_BYTES = 2048
 SEND_TIMEOUT_S = 30.0
 EXIT_GRACE_S = 5.0  # from closing its socket, or from promising to stop, to being killed
 STOP_TIMEOUT_S = 2.0
-_NO_USE = ("status", "flush", "stop")
+_NO_USE = ("status", "flush", "stop", "pages", "top", "page")  # looking at it does not keep it loaded
 _PRIVATE = ("TIERD_API_KEY", "NOTIFY_SOCKET")  # of the front alone
 
 
@@ -131,18 +131,19 @@ class EngineProcess:
             self.last_use_s = time.monotonic()
             self._changed.notify()
 
-    def cancel(self, stream_id: int) -> None:
-        """Ask the engine to end a stream; it answers into the inbox, if there still is one."""
+    def cancel(self, stream_id: int) -> bool:
+        """Ask the engine to end a stream; it answers into the inbox. False if there is none any more."""
         if self._writer is not None and not self._writer.is_closing():
             # Not awaited: a client that is gone must not wait for a full pipe, and the frame is 40 bytes.
             self._writer.write(encode(cancel_request(next(self._ids), stream_id)))
+        return stream_id in self._inboxes
 
     async def call(self, op: str, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """A simple operation. Raises what the engine answers, EngineFailed when it dies, TimedOut."""
         call_id = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        is_use = op not in _NO_USE
+        is_use = op not in _NO_USE and not (op == "prefix" and args.get("action") == "ls")
         self._using_calls += is_use
         try:
             async with asyncio.timeout(timeout_s):

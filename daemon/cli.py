@@ -18,12 +18,12 @@ import click
 from tierd.daemon.cli_common import UTF8_HINT, debugging, not_text, note, print_error
 from tierd.daemon.errors import Aborted, BadRequest, TierdError, from_wire, suggest, to_wire
 
-# Verb -> module and function; the order is that of the help.
+# Verb -> module (of this room, unless it is named whole) and function; the order is that of the help.
 VERBS = {
     "run": "cli_run:run", "ps": "cli_use:ps", "load": "cli_use:load", "unload": "cli_use:unload",
     "pull": "cli_models:pull", "list": "cli_models:list_", "show": "cli_models:show", "rm": "cli_models:rm",
     "serve": "cli_daemon:serve", "start": "cli_daemon:start", "stop": "cli_daemon:stop",
-    "status": "cli_daemon:status", "logs": "cli_daemon:logs", "resize": "cli_use:resize",
+    "status": "cli_daemon:status", "top": "tierd.tui.cli:top", "logs": "cli_daemon:logs", "resize": "cli_use:resize",
     "cache": "cli_cache:cache", "prefix": "cli_prefix:prefix",
     "config": "cli_config:config_", "version": "cli_config:version",
 }  # fmt: skip
@@ -43,7 +43,7 @@ class LazyGroup(click.Group):
         if place is None:
             return None
         module, _, name = place.partition(":")
-        command = getattr(importlib.import_module(f"tierd.daemon.{module}"), name)
+        command = getattr(importlib.import_module(module if "." in module else f"tierd.daemon.{module}"), name)
         assert isinstance(command, click.Command)
         return command
 

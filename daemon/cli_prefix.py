@@ -21,7 +21,7 @@ from tierd.daemon.cli_common import (
 SHOWN_ID_DIGITS = 12
 SHOWN_TEXT_CHARS = 40
 ACTION_TIMEOUT_S = 900.0  # a model that is named is loaded first
-model_option = click.option("--model", help="Of this model, loaded if need be; without it: of the one used last.")
+model_option = click.option("--model", help="Of this model; without it: of the one used last.")
 
 
 @click.group(no_args_is_help=False)

@@ -49,6 +49,23 @@ class _Prefix(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     limit: int | None = None
 
 
+class _Top(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    model: str
+    maps: dict[str, int] | None = None
+    prefixes: int | None = None
+
+
+class _Page(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    tier: str
+    slot: int
+
+
+class _CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    request: int
+
+
 class _Resize(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     model: str | None = None
     device_bytes: int | None = None
@@ -131,7 +148,21 @@ async def _cache(service: Service, args: _Cache) -> dict[str, Any]:
 
 
 async def _pages(service: Service, args: _Model) -> dict[str, Any]:
-    return await service.pages(args.model)
+    return await service.look("pages", args.model, {})
+
+
+async def _top(service: Service, args: _Top) -> dict[str, Any]:
+    given = msgspec.to_builtins(args)
+    return await service.look("top", given.pop("model"), given)
+
+
+async def _page(service: Service, args: _Page) -> dict[str, Any]:
+    return await service.look("page", args.model, {"tier": args.tier, "slot": args.slot})
+
+
+async def _cancel_request(service: Service, args: _CancelRequest) -> dict[str, Any]:
+    service.cancel_request(args.model, args.request)
+    return {}
 
 
 async def _prefix(service: Service, args: _Prefix) -> dict[str, Any]:
@@ -174,6 +205,9 @@ _OPS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any], Answer]]
     "tokenize": (_Tokenize, _tokenize),
     "cache": (_Cache, _cache),
     "pages": (_Model, _pages),
+    "top": (_Top, _top),
+    "page": (_Page, _page),
+    "cancel_request": (_CancelRequest, _cancel_request),
     "prefix": (_Prefix, _prefix),
     "resize": (_Resize, _resize),
     "drain": (_Drain, _drain),

@@ -184,9 +184,14 @@ class Service:
         """Token ids of a text or of messages."""
         return await self._call(ref, "tokenize", args, CALL_TIMEOUT_S)
 
-    async def pages(self, ref: str) -> dict[str, Any]:
-        """The page map of an engine that is loaded."""
-        return await self._call(ref, "pages", {}, CALL_TIMEOUT_S)
+    async def look(self, op: str, ref: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        """`pages`, `top` or `page` of a model that is loaded; looking loads none. Raises NotFound."""
+        return await self._loaded(ref).call(op, args, CALL_TIMEOUT_S)
+
+    def cancel_request(self, ref: str, request: int) -> None:
+        """End a generation by the number that `top` shows; its client gets `aborted`. Raises NotFound."""
+        if not self._loaded(ref).cancel(request):
+            raise NotFound(f"no request {request} runs or waits", param="request")
 
     async def cache(self, action: str, ref: str | None, *, repair: bool) -> dict[str, Any]:
         """`ls`, `verify`, `gc` or `clear` the page stores: of one model, or of all.
@@ -210,12 +215,14 @@ class Service:
         return {"engines": answers, "closed": [msgspec.to_builtins(n) for n in closed]}
 
     async def prefix(self, ref: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
-        """`ls`, `pin`, `unpin` or `drop` known prefixes: of a model, which is loaded if need be, or of the last used.
+        """`ls`, `pin`, `unpin` or `drop` known prefixes: of a model, or of the last used.
 
-        Raises NotFound when no model is named and none is loaded.
+        A model that is named is loaded if need be, but not merely to look. Raises NotFound when none is loaded.
         """
-        name = self._loaded(None).model if ref is None else ref
-        return {"model": catalog.parse_ref(name), **await self._call(name, "prefix", args, CALL_TIMEOUT_S)}
+        if ref is not None and args.get("action") != "ls":
+            return {"model": catalog.parse_ref(ref), **await self._call(ref, "prefix", args, CALL_TIMEOUT_S)}
+        engine = self._loaded(ref)
+        return {"model": engine.model, **await engine.call("prefix", args, CALL_TIMEOUT_S)}
 
     async def resize(self, ref: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
         """Change the memory of an engine that runs: of a model, or of the last used. Raises NotFound when none does.

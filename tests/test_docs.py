@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ROOMS = ("kernels", "tiers", "daemon", "clients")
+ROOMS = ("kernels", "tiers", "daemon", "clients", "tui")
 
 
 def test_version_is_the_changelog_head() -> None:
@@ -18,7 +18,7 @@ def test_version_is_the_changelog_head() -> None:
 
 def test_readme_lists_every_module_once() -> None:
     readme = (REPOSITORY / "README.md").read_text()
-    listed = re.findall(r"^- `((?:kernels|tiers|daemon|clients)/[a-z0-9_/]+\.py)`", readme, re.MULTILINE)
+    listed = re.findall(r"^- `((?:kernels|tiers|daemon|clients|tui)/[a-z0-9_/]+\.py)`", readme, re.MULTILINE)
     there = [
         str(path.relative_to(REPOSITORY))
         for room in ROOMS

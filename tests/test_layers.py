@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ROOMS = ("kernels", "tiers", "daemon", "clients")
+ROOMS = ("kernels", "tiers", "daemon", "clients", "tui")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_MEDIAN_LINES = 170
@@ -67,6 +67,7 @@ ARROWS = {
     "daemon.engine": {"daemon.engine", "daemon.models", "daemon.base", "tiers", "kernels"},
     "daemon": {"daemon", "daemon.base", "daemon.models", "clients"},
     "clients": {"clients", "daemon.base"},
+    "tui": {"tui", "clients", "daemon.base"},
 }
 
 
@@ -90,12 +91,15 @@ def test_the_gpu_kernels_are_imported_by_one_another_alone() -> None:
     assert {user for user in users if not user.startswith("tierd.kernels.gpu")} == set()
 
 
-LIGHT = ["daemon.protocol", "clients", "clients.aio", "clients.blocking", "daemon.cli", "daemon.lifecycle"]
+LIGHT = [
+    "daemon.protocol", "clients", "clients.aio", "clients.blocking", "daemon.cli", "daemon.lifecycle", "tui.cli",
+    "tui.feed",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_nothing_heavy(module: str) -> None:
-    heavy = ["torch", "numpy", "numba", "transformers", "aiohttp"]
+    heavy = ["torch", "numpy", "numba", "transformers", "aiohttp", "textual"]
     code = f"import sys, tierd.{module}; print(*[m for m in {heavy} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert loaded == []

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import platform
+import sys
 from collections import deque
 
 import numpy as np
@@ -37,7 +38,9 @@ class AioReader:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._calls = _CALLS.get(platform.machine())
+        # A 32-bit process on such a machine has other numbers, and another system other calls.
+        known = sys.platform == "linux" and sys.maxsize > 1 << 32
+        self._calls = _CALLS.get(platform.machine()) if known else None
         self._contexts: deque[int] = deque()
 
     def read(

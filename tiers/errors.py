@@ -19,7 +19,7 @@ Nothing here is an answer to a user: the engine turns a tier off, recomputes, or
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from tierd.tiers.page import PageKey
 
@@ -82,13 +82,13 @@ class StagingLost(TierError):
 
     Attributes:
         keys: every page that is known to be missing, in the order they were asked for.
-        bad: those of them that the store has lost. The others did not come, and may be as they should.
+        bad: those of them that the store has lost, and how. The others did not come, and may be as they should.
     """
 
-    def __init__(self, keys: Sequence[PageKey], detail: str, bad: Iterable[PageKey] = ()) -> None:
+    def __init__(self, keys: Sequence[PageKey], detail: str, bad: Mapping[PageKey, PageLost] | None = None) -> None:
         super().__init__(f"{len(keys)} staged pages did not come: {detail}")
         self.keys = tuple(keys)
-        self.bad = frozenset(bad)
+        self.bad = dict(bad or {})
 
 
 class StoreError(TierError):

@@ -47,6 +47,11 @@ class Evictor:
         """Whether somebody waits for device slots."""
         return self._wanted > 0
 
+    @property
+    def spilling(self) -> bool:
+        """Whether somebody waits for device slots to write to."""
+        return self._spilling > 0
+
     def make_room(self, count: int, *, spill: bool = False) -> bool:
         """Evicts until `count` device slots are free or about to be. True if something started or became free.
 
@@ -54,28 +59,12 @@ class Evictor:
             count: slots wanted.
             spill: whether pages under leases may go, too: for pages that have to be written, not for loads.
         """
-        device = self._residency.device
-        changed = False
         self._wanted = max(self._wanted, count)
-        stuck: list[Node] = []
-        self._waits = False
-        while device.num_free + self.in_motion < count:
-            victim = self._residency.victim(Tier.DEVICE)
-            if victim is None:
-                break
-            if self._evict(victim):
-                changed = True
-                continue
-            stuck.append(victim)  # again at the next poll, when copies in flight have arrived
-            if not victim.kept:
-                self._waits = True
-                break  # what is worth more waits behind it; but a page that is kept holds up no other
-        for victim in stuck:
-            self._residency.offer(victim)
+        changed = self._evict_idle(count)
         if spill:
             self._spilling = max(self._spilling, count)
             changed |= self._spill(self._spilling)
-        if device.num_free >= self._wanted:
+        if self._residency.device.num_free >= self._wanted:
             self.relax()
         return changed
 
@@ -101,7 +90,7 @@ class Evictor:
         target = max(self._wanted, self.reserve)
         if free + self.in_motion >= target:
             return False
-        changed = self.make_room(target)
+        changed = self._evict_idle(target)  # the reserve is nobody's wish: `asked` stays as it is
         return self._spill(self._spilling) or changed
 
     def left(self, node: Node) -> None:
@@ -136,6 +125,26 @@ class Evictor:
         for victim in waiting:
             residency.offer(victim)
         return slot
+
+    def _evict_idle(self, count: int) -> bool:
+        device = self._residency.device
+        changed = False
+        stuck: list[Node] = []
+        self._waits = False
+        while device.num_free + self.in_motion < count:
+            victim = self._residency.victim(Tier.DEVICE)
+            if victim is None:
+                break
+            if self._evict(victim):
+                changed = True
+                continue
+            stuck.append(victim)  # again at the next poll, when copies in flight have arrived
+            if not victim.kept:
+                self._waits = True
+                break  # what is worth more waits behind it; but a page that is kept holds up no other
+        for victim in stuck:
+            self._residency.offer(victim)
+        return changed
 
     def _spill(self, count: int) -> bool:
         residency, changed = self._residency, False
@@ -190,7 +199,7 @@ class Evictor:
         def arrived(done: Completion) -> None:
             # Publish the copy first, then give the source up: at no moment is the page in neither tier.
             device.release(source, generation)
-            node.moves -= 1
+            self._residency.move(node, -1)
             self._residency.stop_leaving(node)
             self.in_motion -= 1
             if done.error is None:
@@ -206,7 +215,7 @@ class Evictor:
             device.release(source, generation)
             host.drop(slot)
             return False
-        node.moves += 1
+        self._residency.move(node, 1)
         self._residency.start_leaving(node, Leaving.COPY)
         self.in_motion += 1
         return True

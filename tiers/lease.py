@@ -8,6 +8,7 @@ or *streamed*: read from the store layer by layer in every step, because there i
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,11 +33,18 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A page on its way from the store to a slot of an arena, for all leases that wait for it."""
+    """A page on its way from the store to a slot of an arena, for all leases that wait for it.
+
+    Attributes:
+        tier, slot: where to; the slot belongs to the load.
+        job: what reads it, once it was sent off.
+        pages: all that this job reads.
+    """
 
     tier: Tier
     slot: int
     job: Job | None = None
+    pages: Sequence[Node] = ()
 
 
 @dataclass(slots=True, eq=False)

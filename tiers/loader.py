@@ -62,7 +62,7 @@ class Loader:
         self._class = klass
         self._pending.append((node, load))
         node.load = load
-        node.moves += 1
+        self._residency.move(node, 1)
         self.in_flight += 1
 
     def flush(self) -> bool:
@@ -73,20 +73,22 @@ class Loader:
         store = self._store
         if store is None:
             raise AssertionError(f"{batch[0][0]} is to be loaded without a store")
-        keys = [node.key for node, _ in batch]
+        nodes = [node for node, _ in batch]
+        keys = [node.key for node in nodes]
         rows = [self._arena(load).row(load.slot) for _, load in batch]
         num_bytes = sum(row.nbytes for row in rows)
         job = Job(lambda: store.read_many(keys, rows), Link.DISK_READ, num_bytes, partial(self._done, batch))
         for _, load in batch:
-            load.job = job
+            load.job, load.pages = job, nodes
         if not self._mover.submit(job, self._class):
             self._pending = batch  # the queue is full: with the next flush
         return True
 
     def cancel(self, node: Node) -> None:
-        """The page is about to be computed: its job need not run if it has not begun."""
-        if node.load is not None and node.load.job is not None:
-            self._mover.cancel(node.load.job)
+        """The page is about to be computed. When that holds for all pages of its job, it need not run any more."""
+        load = node.load
+        if load is not None and load.job is not None and all(page.computer is not None for page in load.pages):
+            self._mover.cancel(load.job)
 
     def _done(self, batch: list[tuple[Node, Load]], done: Completion) -> None:
         found: list[Exception | None] = [done.error] * len(batch)
@@ -99,7 +101,7 @@ class Loader:
     def _loaded(self, node: Node, load: Load, error: Exception | None) -> None:
         residency = self._residency
         node.load = None
-        node.moves -= 1
+        residency.move(node, -1)
         self.in_flight -= 1
         if error is None and not node.readable:
             self.loaded_pages += 1

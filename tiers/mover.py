@@ -31,7 +31,7 @@ Row = npt.NDArray[np.uint8]  # [record_bytes]
 # Readers of the disk. Measured on a virtual NVMe drive, O_DIRECT: reads of 720 KiB gain nothing beyond 4 (2.2 GB/s);
 # reads of 96 KiB reach 0.8 GB/s with 4 threads, 1.0 with 8, 1.2 with 16 or 32.
 DISK_THREADS = 8
-_JOIN_S = 30.0  # a stuck disk must not hold the process for ever
+_JOIN_S = 30.0  # for all threads together: a stuck disk, on which each of its readers hangs, must not hold the process
 
 
 class JobClass(enum.IntEnum):
@@ -269,8 +269,9 @@ class Mover:
         with self._lock:
             self._closing = True
             self._stop(self._dead or MoverClosed("the mover is closed"))
+        until_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def _start(self, counts: dict[LinkGroup, int]) -> list[threading.Thread]:
         names = {LinkGroup.COPIES: "tierd-mover", LinkGroup.DISK_READS: "tierd-reader"}

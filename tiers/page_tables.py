@@ -12,8 +12,6 @@ from tierd.tiers.page import PageKey
 from tierd.tiers.promote import Promoter
 from tierd.tiers.residency import Residency
 
-LOST = "lost"  # label of the miss counter: a page that could not be streamed
-
 
 class PageTables:
     """Not thread-safe: only the pager's thread calls it."""
@@ -60,13 +58,12 @@ class PageTables:
 
     def lose(self, lost: StagingLost, leases: Iterable[Lease]) -> None:
         """Books pages that could not be streamed: their leases get holes. Bad ones are gone from the store."""
-        late = set(lost.keys) - lost.bad
-        for key in lost.bad:
+        late = set(lost.keys) - lost.bad.keys()
+        for key, error in lost.bad.items():
             node = self._residency.index.get(key)
             if node is not None and node.durable and not node.readable:
-                self._promoter.misses[LOST] += 1
-                self._promoter.damaged_pages += 1
                 self._residency.drop_row(node)
+                self._promoter.misses[self._promoter.failed(node, error)] += 1
                 self._residency.settle(node)
         for lease in leases:
             self.refresh(lease)

@@ -15,7 +15,7 @@ from tierd.tiers.lease import Lease, LeaseState, TailCopy
 from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.page_tables import PageTables
-from tierd.tiers.prefix import Node, PrefixIndex
+from tierd.tiers.prefix import Leaving, Node, PrefixIndex
 from tierd.tiers.promote import Promoter
 from tierd.tiers.residency import Residency
 from tierd.tiers.resize import Resizer
@@ -104,14 +104,15 @@ class Pager:
     @property
     def writable_pages(self) -> int:
         """Device slots that `allocate` can give out, now or when pages of leases have spilled."""
-        room = 0 if self.mover.dead else self.host.num_free + self.host.cached
-        leased = len(self.residency.leased)
+        device, leased = self.device, self.residency.leased.values()
+        # A slot on its way comes by itself: nobody is to be preempted for it. That of an idle page counts as cached.
+        leaving = sum(node.leaving is not Leaving.NO for node in leased) if self.evictor.in_motion else 0
+        may_leave = len(leased) - leaving
         if not self.writeback.on or self.writeback.paused:
-            durable = sum(node.durable for node in self.residency.leased.values())  # these need no lower slot
-            leased = min(leased, room + durable)
-        # A slot on its way comes by itself: nobody is to be preempted for it.
-        leaving = self.device.counts[SlotState.DRAINING] + self.evictor.in_motion
-        return self.device.num_free + self.device.cached + leased + leaving
+            room = 0 if self.mover.dead else self.host.num_free + self.host.cached
+            may_leave = min(may_leave, room + sum(node.durable for node in leased))  # durable ones need no lower slot
+        found = device.num_free + device.cached + device.counts[SlotState.DRAINING] + leaving + may_leave
+        return max(0, min(found, device.slots - device.counts[SlotState.PRIVATE]))
 
     def match(self, tokens: Sequence[int], salt: bytes = b"", *, again: bool = False) -> Lease:
         """A lease on the longest known run at the start of `tokens`, pinned before this returns.
@@ -120,7 +121,7 @@ class Pager:
         first tokens of another known page may count, too: they are copied into a private page (copy on write) if a
         device slot can be had for it. Loads and copies start with `fetch`.
 
-        With `again`, for a sequence that had to give its pages back, this is no new use of them.
+        With `again`, for a sequence that had to give its pages back, this is no new use of them, and not counted.
         """
         now_s = self.page_time()
         lease = Lease(salted_root(self.root, salt), self.page_tokens)
@@ -137,10 +138,11 @@ class Pager:
             lease.tail = TailCopy(source)
             lease.tail_tokens = shared
             lease.tail_origin = source.nearest
-        self.lookups += 1
-        self.lookup_tokens += len(tokens)
-        for tier, hit in zip(Tier, (lease.hit_device, lease.hit_host, lease.hit_nvme), strict=True):
-            self.hit_tokens[tier] += hit
+        if not again:
+            self.lookups += 1
+            self.lookup_tokens += len(tokens)
+            for tier, hit in zip(Tier, (lease.hit_device, lease.hit_host, lease.hit_nvme), strict=True):
+                self.hit_tokens[tier] += hit
         self.leases.add(lease)
         if not lease.absent and lease.tail is None:
             lease.state = LeaseState.LIVE
@@ -235,16 +237,19 @@ class Pager:
         """A second lease that continues `tokens`: full pages are shared, the partial one is copied.
 
         The fork is ready after `poll` if there was a partial page to copy. If no device slot was free for it, the fork
-        covers the full pages only (`num_tokens` says so).
+        covers the full pages only (`num_tokens` says so). Raises ValueError for a lease that is not ready, and for
+        `tokens` that are less than its pages with a key hold.
         """
+        self._require_live(lease)
+        if not lease.ready or len(tokens) < len(lease.nodes) * self.page_tokens:
+            raise ValueError(f"{lease} can't be forked after {len(tokens)} tokens: it is not ready, or holds more")
         self.commit(lease, tokens)
         twin = Lease(lease.root, self.page_tokens)
         now_s = self.page_time()
         twin.nodes = list(lease.nodes)
         for node in twin.nodes:
             self._use(node, now_s)
-        twin.origins = [node.nearest if node.has_copy else None for node in twin.nodes]
-        twin.absent = {place for place in lease.absent if not twin.nodes[place].readable}
+        twin.origins = [node.nearest for node in twin.nodes]
         twin.reached = len(twin.nodes) * self.page_tokens
         rest = len(tokens) - twin.reached
         self.leases.add(twin)
@@ -262,6 +267,7 @@ class Pager:
         self.promoter.tell_damage(now_s)
         if self.promoter.fetching:
             changed |= self.promoter.poll(now_s)
+        self.promoter.loader.flush()  # of a lease that has ended while the mover's queue was full
         changed |= self.writeback.poll(now_s)
         changed |= self.evictor.poll()
         changed |= self.resizer.poll()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from tierd.tiers.keys import TOKEN_BYTES, common_tokens, page_key
@@ -143,12 +143,17 @@ class PrefixIndex:
         """The node with this key, whatever it holds."""
         return self.nodes.get(key)
 
-    def children(self, parent: PageKey) -> Iterable[Node]:
+    def children(self, parent: PageKey) -> Collection[Node]:
         """Known pages right after `parent`, oldest first."""
         found = self._children.get(parent)
         if found is None:
             return ()
         return (found,) if isinstance(found, Node) else found.values()
+
+    def first_pages(self) -> list[Node]:
+        """Known pages that begin a sequence; those after a gap do not."""
+        roots = self._children.keys() - self.nodes.keys() - self.gaps
+        return [node for root in sorted(roots) for node in self.children(root)]
 
     def add(self, node: Node) -> None:
         """Makes a page known, with or without copies. Its key must not be in the index."""

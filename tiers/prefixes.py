@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +57,14 @@ class PrefixInfo:
     head: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pages without a branch. `parent`: place of the run before it in the list, -1 for the first of a sequence."""
+
+    nodes: list[Node]
+    parent: int
+
+
 @dataclass(slots=True)
 class _Way:
     """What lies between the start and a run."""
@@ -90,16 +98,29 @@ class Prefixes:
         """The prefixes used last, the newest first, and how many there are in all."""
         found: list[tuple[float, PrefixInfo]] = []
         now_s = self._pager.page_time()
-        stack = [(node, _Way()) for node in self._pager.index.nodes.values() if self._is_first(node)]
-        while stack:
-            node, way = stack.pop()
-            run = self._run(node)
-            info = self._info(run, way, now_s)
-            found.append((run[-1].last_use_s, info))
-            after = _Way(info.id, info.tokens, info.pages, info.device, info.host, info.nvme)
-            stack += [(child, after) for child in self._pager.index.children(run[-1].key)]
+        ways: list[_Way] = []
+        for run in self.runs():
+            info = self._info(run.nodes, ways[run.parent] if run.parent >= 0 else _Way(), now_s)
+            found.append((run.nodes[-1].last_use_s, info))
+            ways.append(_Way(info.id, info.tokens, info.pages, info.device, info.host, info.nvme))
         found.sort(key=lambda item: item[0], reverse=True)
         return [info for _, info in found[:limit]], len(found)
+
+    def runs(self) -> Iterator[Run]:
+        """All known prefixes, each after the one that it goes on from: a walk over all pages.
+
+        Pages may come and go between two of them: it misses what is new behind it, and what is gone before it.
+        """
+        stack = [(node, -1) for node in self._pager.index.first_pages()]
+        place = 0
+        while stack:
+            node, parent = stack.pop()
+            if not node.alive:
+                continue
+            run = Run(self._run(node), parent)
+            stack += [(child, place) for child in self._pager.index.children(run.nodes[-1].key)]
+            place += 1
+            yield run
 
     def pin(self, prefix: str) -> int:
         """Keeps every page up to this one: the last copy of none of them is evicted. Returns how many pages.
@@ -197,16 +218,17 @@ class Prefixes:
 
     def _run(self, node: Node) -> list[Node]:
         """The pages from this one to the next branch or end. A branch, too, is where being pinned ends."""
-        run = [node]
-        while len(children := self._children(run[-1])) == 1 and children[0].kept == run[-1].kept:
-            run.append(children[0])
+        run, children = [node], self._pager.index.children
+        while len(after := children(node.key)) == 1:
+            (child,) = after
+            if child.kept != node.kept:
+                break
+            node = child
+            run.append(node)
         return run
 
     def _children(self, node: Node) -> list[Node]:
         return list(self._pager.index.children(node.key))
-
-    def _is_first(self, node: Node) -> bool:
-        return self._pager.index.get(node.parent) is None and node.parent not in self._pager.index.gaps
 
     def _way(self, node: Node) -> list[Node]:
         way = [node]

@@ -207,9 +207,7 @@ class Promoter:
     def _slot(self, wanted: int) -> Load | None:
         """A slot of either arena to load into; None if room has to be made first. Pages under leases keep theirs."""
         device = self._residency.device
-        if device.num_free > self._evictor.reserve and (slot := device.alloc(SlotState.FILLING)) is not None:
-            return Load(Tier.DEVICE, slot)
-        if device.cached:
+        if device.num_free > self._evictor.reserve or device.cached:
             slot = self._device_slot(wanted)
             if slot is not None:
                 return Load(Tier.DEVICE, slot)
@@ -219,6 +217,8 @@ class Promoter:
     def _device_slot(self, wanted: int) -> int | None:
         """A device slot to fill; None if room for `wanted` has to be made first."""
         device = self._residency.device
+        if self._evictor.spilling:
+            return None  # what becomes free is for rows, which can be written nowhere else
         if not device.num_free:
             self._evictor.make_room(min(wanted, device.cached + device.in_flight))
         return device.alloc(SlotState.FILLING)
@@ -273,7 +273,7 @@ class Promoter:
             return
         tail.started = True
         if tail.source is not None:
-            tail.source.moves += 1
+            self._residency.move(tail.source, 1)
 
     def _tail_arrived(
         self, lease: Lease, tail: TailCopy, release: Callable[[], None], done: Completion
@@ -281,7 +281,7 @@ class Promoter:
         residency, node = self._residency, tail.source
         release()
         if node is not None:
-            node.moves -= 1
+            residency.move(node, -1)
         if done.error is not None:
             if not tail.cancelled:
                 self._lose_tail(lease, type(done.error).__name__)

@@ -66,7 +66,8 @@ class Reader:
             rows = self._lookup(keys)
             pages = enumerate(zip(keys, dests, strict=True))
             known = [(number, rows[key], dest) for number, (key, dest) in pages if key in rows]
-            for chunk in _chunks(known):
+            for part in _batches(len(known)):
+                chunk = known[part]
                 found = self._records.read_batch([row for _, row, _ in chunk], [dest for _, _, dest in chunk])
                 right |= {number for (number, _, _), good in zip(chunk, found, strict=True) if good}
             if not self._slabs.are_linked([row.slot for row in rows.values()]):
@@ -86,8 +87,10 @@ class Reader:
             return [off] * len(keys)
         try:
             rows = self._lookup(keys)
-            for chunk in _chunks(list(rows.values())):
-                located |= {found.row.key: found for found in self._records.locate_batch(chunk) if found is not None}
+            wanted = list(rows.values())
+            for part in _batches(len(wanted)):
+                batch = self._records.locate_batch(wanted[part])
+                located |= {found.row.key: found for found in batch if found is not None}
             if not self._slabs.are_linked([row.slot for row in rows.values()]):
                 located.clear()
         finally:
@@ -100,7 +103,7 @@ class Reader:
         """See `Store.read_section_many`."""
         span_bytes = self._geometry.span_bytes(count)
         fits = dest.ndim == 2 and dest.shape[1] >= span_bytes and not dest.shape[1] % ALIGN_BYTES
-        if not fits or len(dest) != len(pages) or len(pages) > MAX_BATCH:
+        if not fits or len(dest) != len(pages):
             raise ValueError(f"dest is {dest.dtype}{dest.shape}, for {len(pages)} pages of {span_bytes} bytes")
         check_dest(dest.reshape(-1), dest.nbytes)
         start = self._records.section_start(section, count)
@@ -110,7 +113,8 @@ class Reader:
         except PageLost as off:
             return start, [off] * len(pages)
         try:
-            right = self._records.read_sections_batch(pages, section, count, dest)
+            for part in _batches(len(pages)):
+                right += self._records.read_sections_batch(pages[part], section, count, dest[part])
         finally:
             self._tally.leave(sum(right) * span_bytes, sections=sum(right))
         lost = [
@@ -218,5 +222,5 @@ class Reader:
             raise PageLost(LostReason.STORE_OFF, self._owner.failure)
 
 
-def _chunks(items: Sequence[T]) -> list[Sequence[T]]:
-    return [items[first : first + MAX_BATCH] for first in range(0, len(items), MAX_BATCH)]
+def _batches(count: int) -> list[slice]:
+    return [slice(first, first + MAX_BATCH) for first in range(0, count, MAX_BATCH)]

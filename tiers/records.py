@@ -99,6 +99,8 @@ class Records:
 
     def read_batch(self, rows: Sequence[Row], dests: Sequence[Bytes]) -> list[bool]:
         """Which of these records were read and are right; what is wrong with the others, `read` says. Aligned dests."""
+        if not all(map(self._fits, dests)):
+            return [False] * len(rows)
         blocks = self._header_blocks(len(rows))
         vectors = np.empty((len(rows), 2, 2), dtype=np.uint64)
         vectors[:, 0, 0] = address_of(blocks) + np.arange(len(rows)) * self._header_bytes
@@ -106,7 +108,7 @@ class Records:
         vectors[:, 1, 0] = [address_of(dest) for dest in dests]
         vectors[:, 1, 1] = self.record_bytes
         whole = self._slabs.read_batch([row.slot for row in rows], vectors)
-        if whole is None or not self._fits(dests[0]):
+        if whole is None:
             return [False] * len(rows)
         digest = xxhash.xxh3_64_intdigest
         return [

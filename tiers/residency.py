@@ -30,6 +30,7 @@ class Residency:
         self.host = host
         self.store_slots = store_slots
         self.cost = RecomputeCost()  # the engine puts measured rates here
+        self.touched: set[Node] | None = None  # pages whose books changed, while somebody looks; None: nobody does
         self.version = 0  # grows when a page under a lease begins or ceases to lie in memory
         self.leased: dict[PageKey, Node] = {}  # pages on the device under leases, the longest there first
         self.durable_pages = 0
@@ -45,6 +46,7 @@ class Residency:
         """Publishes a complete copy. An arena slot passes from the caller's ownership to the node's."""
         if node.is_in(tier):
             raise AssertionError(f"{node} has a copy in {tier.name} already")
+        self.touch(node)
         state = SlotState.PINNED if node.pins else SlotState.IDLE
         if tier is Tier.DEVICE:
             node.device = slot
@@ -76,6 +78,7 @@ class Residency:
 
     def take(self, node: Node, tier: Tier) -> None:
         """Books a copy out. The slot is free now, or when its last reader is done. A row is left to `dropped_rows`."""
+        self.touch(node)
         if tier is Tier.DEVICE:
             slot, node.device = node.device, NOWHERE
             self.device.drop(slot)
@@ -101,8 +104,19 @@ class Residency:
         self.take(node, Tier.NVME)
         self.dropped_rows[node.key] = None
 
+    def touch(self, node: Node) -> None:
+        """Notes that what the books say of the page has changed."""
+        if self.touched is not None:
+            self.touched.add(node)
+
+    def move(self, node: Node, change: int) -> None:
+        """A copy in flight from or to the page more (1) or less (-1)."""
+        node.moves += change
+        self.touch(node)
+
     def pin(self, node: Node) -> None:
         """One more lease needs the page."""
+        self.touch(node)
         node.pins += 1
         if node.pins == 1:
             if node.device >= 0:
@@ -114,6 +128,7 @@ class Residency:
 
     def unpin(self, node: Node) -> None:
         """One lease less. The last one makes it cache."""
+        self.touch(node)
         node.pins -= 1
         if node.pins:
             return
@@ -131,6 +146,7 @@ class Residency:
         A page without a copy stays known as long as a lease needs it, which will compute it again. A partial page goes
         when a longer one says the same and nobody uses it, or wants it kept.
         """
+        self.touch(node)
         if not node.alive or node.moves or node.leaving is not Leaving.NO:
             return
         if not node.has_copy:

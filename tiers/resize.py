@@ -237,7 +237,7 @@ class Resizer:
             arena.release(source, generation)
             arena.drop(slot)
             return False
-        node.moves += 1
+        self._pager.residency.move(node, 1)
         self.moving[tier] += 1
         return True
 
@@ -246,7 +246,7 @@ class Resizer:
     ) -> None:
         residency = self._pager.residency
         self.moving[tier] -= 1
-        node.moves -= 1
+        residency.move(node, -1)
         if done.error is None and self._slot_of(node, tier) == source:
             # Both copies are whole and nobody looks between these two lines.
             residency.take(node, tier)

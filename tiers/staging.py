@@ -170,7 +170,7 @@ class Flow:
         self._leads = [0] * staging.num_stages  # from the start of a row to its first section
         self._jobs: list[tuple[int, range, Job]] = []  # stage, pages, and their read; those that ended well are removed
         self._lost: dict[int, str] = {}  # pages, and why
-        self._bad: set[int] = set()  # those of them that the store has lost
+        self._bad: dict[PageKey, PageLost] = {}  # those of them that the store has lost
         self._started = 0  # stages
         self._next = 0  # section
         self._closing = False
@@ -299,17 +299,17 @@ class Flow:
                 lost |= dict.fromkeys(pages, str(done.error))
             elif isinstance(done.result, list):
                 lost |= {page: str(error) for page, error in done.result}
-                self._bad |= {page for page, _ in done.result}
+                self._bad |= {self._keys[page]: error for page, error in done.result}
                 self._read_bytes += job.num_bytes
         self._jobs = left
         if lost or not in_time:
-            bad = (self._keys[page] for page in self._bad)
-            raise StagingLost([self._keys[page] for page in sorted(lost)], lost[min(lost)], bad)
+            raise StagingLost([self._keys[page] for page in sorted(lost)], lost[min(lost)], self._bad)
 
 
 def _huge_block(size_bytes: int) -> Bytes:
     """Memory on a page boundary, in large pages where the system has them: kernels read it in pieces. uint8[size]"""
-    block = mmap.mmap(-1, size_bytes)
+    # Private: shared memory gets large pages only where a setting of the system says so.
+    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)

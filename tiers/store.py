@@ -178,7 +178,7 @@ class Store:
     def read_section_many(
         self, pages: Sequence[Located], section: int, dest: Bytes, count: int = 1
     ) -> tuple[int, list[PageLost | None]]:
-        """Do what `read_section` does for each of at most 128 pages: where the section starts, and what is wrong.
+        """Do what `read_section` does for each page, with less work: where the section starts, and what is wrong.
 
         dest: an aligned uint8[n, span_bytes(count) or more whole blocks], a row for each page.
         """

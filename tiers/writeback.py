@@ -194,7 +194,10 @@ class Writeback:
                 self._tell_full()
                 self._pause()
             return False
-        self._delete_rows()  # before the write, in the same queue: their slots are what it will use
+        # Before the write, in the same queue: their slots are what it will use, and the removal of a page that is
+        # written anew must not come after it.
+        while self._delete_rows() and any(node.key in self._residency.dropped_rows for node in nodes):
+            pass
         sources = [self._hold(node) for node in nodes]
         batch = [(self._meta(source.node), source.arena.row(source.slot)) for source in sources]
         num_bytes = sum(row.nbytes for _, row in batch)
@@ -232,13 +235,13 @@ class Writeback:
         residency = self._residency
         arena, slot = (residency.device, node.device) if node.device >= 0 else (residency.host, node.host)
         node.writing = True
-        node.moves += 1
+        residency.move(node, 1)
         return _Source(node, arena, slot, arena.retain(slot))
 
     def _let_go(self, source: _Source) -> None:
         source.arena.release(source.slot, source.generation)
         source.node.writing = False
-        source.node.moves -= 1
+        self._residency.move(source.node, -1)
 
     def _meta(self, node: Node) -> PageMeta:
         return PageMeta(node.key, node.parent, unpack_tokens(node.packed), node.hits, node.last_use_s)
@@ -317,7 +320,7 @@ class Writeback:
 
         def dropped(done: Completion) -> None:
             if isinstance(done.error, StoreFull):  # even a removal takes a little space: again after a pause
-                rows.update(dict.fromkeys(keys))
+                rows.update(dict.fromkeys(key for key in keys if not self._is_replaced(key)))
                 self._tell_full(str(done.error))
                 self._pause()
                 done = Completion(done.job, None)
@@ -328,6 +331,11 @@ class Writeback:
         for key in keys:
             del rows[key]
         return True
+
+    def _is_replaced(self, key: PageKey) -> bool:
+        """Whether a later write has taken, or takes, the place of a row that was to go."""
+        node = self._residency.index.get(key)
+        return node is not None and (node.durable or node.writing)
 
     def _touch_rows(self) -> bool:
         store = self._store

@@ -152,6 +152,15 @@ class LiveFeed:
         if engine is None:
             return None
         fresh = fresh or held.engine is None or held.engine.pid != engine.pid
+        try:
+            return await self._of_engine(engine, fresh=fresh)
+        except (DaemonUnreachable, ProtocolError):
+            raise
+        except TierdError:
+            return None  # since `status` was answered it ended, or is too busy: the daemon is there all the same
+
+    async def _of_engine(self, engine: EngineReport, *, fresh: bool) -> TopAnswer | None:
+        held = self._assembler.snapshot
         if "top" in held.ops:
             args: dict[str, Any] = {"model": engine.model}
             if not fresh:

@@ -25,6 +25,7 @@ from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.engine.tokens import Vocabulary
+from tierd.daemon.engine.top import TopBoard
 from tierd.daemon.errors import BadConfig, ModelInvalid
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
@@ -70,6 +71,7 @@ class Engine:
     pager: Pager
     board: StatusBoard
     prefixes: Prefixes
+    top: TopBoard
     position_tokens: int  # what the position tables reach: no sequence is longer, however its memory grows
     notes: tuple[str, ...]
     resources: contextlib.ExitStack
@@ -173,9 +175,11 @@ def _build(
         max_requests=max_requests,
     )  # fmt: skip
     loops.append(loop)
+    prefixes = _keep_rules(config, pager, root)
+    top = TopBoard(streams, pager, prefixes, config.kv_format)
     return Engine(
-        manifest.name, context, root.hex(), Intake(facts, vocabulary, template), loop, pager, board,
-        _keep_rules(config, pager, root), position_tokens, tuple(notes), resources,
+        manifest.name, context, root.hex(), Intake(facts, vocabulary, template), loop, pager, board, prefixes, top,
+        position_tokens, tuple(notes), resources,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class Ops:
                 self._cancel(request)
             case "status":
                 self._send(Event(request.id, "result", self._status()))
-            case "tokenize" | "flush" | "cache" | "pages" | "prefix" | "resize" | "stop":
+            case "tokenize" | "flush" | "cache" | "pages" | "top" | "page" | "prefix" | "resize" | "stop":
                 if len(self._tasks) - len(self._preparing) >= MAX_CALLS:
                     self._refuse(request.id, TooBusy(f"{MAX_CALLS} operations are in progress"))
                 else:
@@ -174,6 +174,10 @@ class Ops:
                 case "pages":
                     pager = self._up().pager
                     data = {"map": await asyncio.wrap_future(self._up().loop.call(pager.page_map))}
+                case "top":
+                    data = await self._up().top.answer(self._up(), self._tokenizer, request.args)
+                case "page":
+                    data = await self._up().top.detail(self._up(), self._tokenizer, request.args)
                 case _:
                     data = await self._drain(_timeout_s(request.args))
         except TierdError as exc:

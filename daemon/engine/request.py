@@ -39,6 +39,22 @@ class Times:
 
 
 @dataclass(slots=True)
+class Totals:
+    """Counters over all requests since the engine started."""
+
+    requests: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_rows: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    failures: int = 0
+    step_s: float = 0.0
+    lost_steps: int = 0  # void, because streamed pages could not be read
+
+
+@dataclass(slots=True)
 class Request:
     """State of one generation. `tokens` is the prompt and all that was generated, resumed tokens included."""
 

@@ -105,11 +105,14 @@ class Runner:
         decoder, layer_bytes = self._decoder, self._layout.layer_bytes
         places = np.flatnonzero(batch.pages == 0)
         pages = batch.pages.copy()
+        # Sequences that share a prefix share its pages: each is read once.
+        order = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        numbers = [order[key] for key in keys]
         decoder.start(batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
-        with self._staging.open(keys, overlap=self._overlap) as flow:
+        with self._staging.open(list(order), overlap=self._overlap) as flow:
             memories = (*self._memories, *flow.memories)
             for layer in range(self._layout.num_layers):
                 slices = flow.section(layer, self._clock() + SECTION_TIMEOUT_S)
-                pages[places] = slices - layer * layer_bytes  # where the record would start
+                pages[places] = slices[numbers] - layer * layer_bytes  # where the record would start
                 decoder.layer(layer, memories, pages)
         return decoder.finish()

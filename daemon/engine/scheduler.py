@@ -139,6 +139,7 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
     active = [stream for stream in streams if stream.phase in ACTIVE]
     preempt: list[int] = []
     chunks: list[Chunk] = []
+    starved: Stream | None = None  # the first that gets no row for want of pages
     for stream in streams:
         count = rows.get(stream.id, 0)
         if not count or stream.id in preempt:
@@ -154,11 +155,15 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
                 # What the victim frees may be shared with others, so the pages count from the next snapshot on.
                 preempt.append(last)
         if not count:
+            starved = starved or stream
             continue
         free -= needed
         device -= needed
         end = stream.computed_tokens + count
         chunks.append(Chunk(stream.id, stream.computed_tokens, count, end == stream.known_tokens))
+    if starved is not None:
+        # It would take the pages of whoever is let in after it, at once, and so on in turn.
+        streams = [stream for stream in streams if stream.phase in ACTIVE or stream.rank < starved.rank]
     admit = () if preempt else _admit(streams, free, limits)
     return Plan(tuple(preempt), admit, tuple(chunks))
 

@@ -47,11 +47,16 @@ def _step(
     """Compute the next rows; the logits of the last one when a token is to be drawn from them."""
     size = pager.page_tokens
     pager.tables.refresh(lease)
+    if lease.absent and lease.private and not pager.writable_pages:
+        pager.committer.shorten(lease)
     start = min(request.computed, min(lease.absent, default=END) * size)
     start = request.computed = lease.skip(start)
     held = lease.held_until(start)
-    end = min(len(request.tokens), lease.limit(start), start + max_rows, held + pager.writable_pages * size)
-    _wait(pager, clock, lambda: pager.allocate(lease, start, end))
+    room = max(held + pager.writable_pages * size, start + 1)
+    end = min(len(request.tokens), lease.limit(start), start + max_rows, room)
+    _wait(pager, clock, lambda: pager.allocate(lease, start, end) or lease.skip(start) > start)
+    if not lease.has_slot(start // size):
+        return None  # a streamed page has come back to memory just before it was to be computed
     pages = pager.tables.addresses(lease, pages_for(end, size))
     is_last = end == len(request.tokens)
     rows = batch.build([batch.Rows(request.tokens[start:end], start, pages, is_last)], size)

@@ -6,14 +6,14 @@ Threading: step thread only. Events are collected and handed out once per turn, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.engine import batch, fetch, scheduler
-from tierd.daemon.engine.request import Finish, Request
+from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates, Snapshot
 from tierd.daemon.errors import OutOfSpace, TierdError, to_wire
@@ -36,22 +36,6 @@ MAX_LOST_STEPS = 5
 # An event costs io thread, front and client a millisecond together, a tenth of a decode step on two cores that have to
 # compute as well. 20 pieces of text a second look as smooth as 100.
 TELL_EVERY_S = 0.05
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since the engine started."""
-
-    requests: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prefill_rows: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    failures: int = 0
-    step_s: float = 0.0
-    lost_steps: int = 0  # void, because streamed pages could not be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +72,9 @@ class Streams:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
 
     @property
     def streaming(self) -> dict[str, int | float]:
@@ -140,7 +127,7 @@ class Streams:
     # -- one turn --------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """One step. True when something was done, so that another turn can follow at once.
+        """One step. True when another turn should follow at once; else what moves pages wakes the loop, or time does.
 
         What goes wrong with one request ends that one. An exception comes out when the computation itself or the
         page table failed; `fail_all` is then the caller's next call.
@@ -162,14 +149,17 @@ class Streams:
             self._compute(work)
         self._tell()
         self._unstick(self._clock(), bool(work))  # the step itself may have taken long
-        return bool(work or plan.admit or plan.preempt or moved)
+        # Not for whoever was let in and can't compute yet: it waits for pages.
+        return bool(work or plan.preempt or moved)
 
     def _snapshot(self, now_s: float) -> Snapshot:
         streams = tuple(request.seen(now_s) for request in self._requests.values())
         return Snapshot(streams, self._pager.memory_pages, self._pager.writable_pages, self.rates)
 
     def _admit(self, request: Request, now_s: float) -> None:
-        """Pin what is known of its tokens and start moving it to the device."""
+        """Pin what is known of its tokens and start moving it to memory."""
+        if not self._pager.leases:
+            self._moved_s = now_s  # nobody waited for pages until now, however long ago the last turn was
         try:
             again = request.times.admitted_s > 0.0 or request.resumed > 0
             lease = self._pager.match(request.tokens, request.salt, again=again)

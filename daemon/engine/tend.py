@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from tierd.daemon.config import total_memory_bytes
-from tierd.daemon.errors import BadRequest, Conflict, NotFound, OutOfSpace, Unsupported
+from tierd.daemon.errors import BadRequest, Conflict, EngineFailed, NotFound, OutOfSpace, Unsupported
 from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ async def resize(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
     except TierFull as exc:
         raise OutOfSpace(f"{exc} (a page has {record_bytes} bytes)") from None
     while not ended.done():
+        if not engine.loop.alive:
+            raise EngineFailed("the engine stopped")
         engine.loop.wake()  # it may have nothing else to do
         await asyncio.wait([ended], timeout=_WAKE_EVERY_S)
     if reason := ended.result():

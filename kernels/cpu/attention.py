@@ -131,6 +131,9 @@ def _attend(job, layer_index, window, part, first_head, group, total, scratch):
     clear_sums(out, state, rows * group, row_bytes)
     # Few queries are over before their pages have come: then the products themselves prefetch, line by line.
     interleaved = job.page_format == _FP32 and rows * group <= PAIR_ROWS
+    # More queries read a step's pages several times. Those of a prefill find them in a cache, where the parts before
+    # have brought them; those of a segment wait for memory, and do so least while they copy what they need.
+    in_place = job.page_format == _FP32 and (interleaved or load_i32(part + 16) < 0)
     while page <= last_page:
         at0 = load_i64(table + 8 * page) + plane
         at1 = load_i64(table + 8 * (page + 1)) + plane if page < last_page else _NONE
@@ -141,12 +144,15 @@ def _attend(job, layer_index, window, part, first_head, group, total, scratch):
             ahead0 = load_i64(table + 8 * (page + 2)) + plane - at0
             if page + STEP_PAGES < last_page:
                 ahead1 = load_i64(table + 8 * (page + 3)) + plane - at1
-        keys0 = widen(job.page_format, at0, page_elements, scratch)
-        values0 = widen(job.page_format, at0 + job.plane_bytes, page_elements, scratch + 4 * page_elements)
-        keys1, values1 = _NONE, _NONE
-        if at1 != 0:
-            keys1 = widen(job.page_format, at1, page_elements, scratch + 8 * page_elements)
-            values1 = widen(job.page_format, at1 + job.plane_bytes, page_elements, scratch + 12 * page_elements)
+        keys0, keys1, values0, values1 = at0, at1, at0 + job.plane_bytes, at1 + job.plane_bytes
+        if not in_place:
+            keys0, values0 = scratch, scratch + 4 * page_elements
+            widen(job.page_format, at0, page_elements, keys0)
+            widen(job.page_format, at0 + job.plane_bytes, page_elements, values0)
+            if at1 != 0:
+                keys1, values1 = scratch + 8 * page_elements, scratch + 12 * page_elements
+                widen(job.page_format, at1, page_elements, keys1)
+                widen(job.page_format, at1 + job.plane_bytes, page_elements, values1)
         attend_step(
             head_dim, (keys0, keys1), (values0, values1), (ahead0, ahead1), page * _PAGE_TOKENS, position_at, rows,
             group, window, queries, scores, state, out,

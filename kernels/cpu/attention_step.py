@@ -45,16 +45,16 @@ _START, _GO_ON = np.int64(0), np.int64(1)  # what `accumulate` says
 
 @njit(nogil=True, cache=True)
 def widen(format, source, count, target):
-    """Reads `count` (a multiple of 8) elements of a page as float32. Returns where they are: fp32 stays in place."""
+    """Copies `count` (a multiple of 8) elements of a page to `target`, as float32."""
     if format == _FP32:
-        return source
-    if format == _FP16:
+        for i in range(0, count, 8):
+            store8(target + 4 * i, load8(source + 4 * i))
+    elif format == _FP16:
         for i in range(0, count, 8):
             store8(target + 4 * i, load8_fp16(source + 2 * i))
     else:
         for i in range(0, count, 8):
             store8(target + 4 * i, load8_bf16(source + 2 * i))
-    return target
 
 
 @njit(nogil=True, cache=True)

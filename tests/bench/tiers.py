@@ -1,6 +1,6 @@
 """What the tiers cost and bring: the engine alone, one configuration against the other in one run.
 
-    python tests/bench/tiers.py [--only NAME,...] [--rounds 3] [--tokens 8192] [--json FILE]
+    python -m tests.bench.tiers [--only NAME,...] [--rounds 3] [--tokens 8192] [--json FILE]
 
     offload   decode with the context in CPU memory (4x the device arena), and streamed from the store (4x all memory),
               against all of it on the device

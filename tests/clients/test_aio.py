@@ -175,6 +175,19 @@ async def test_closing_the_client_ends_its_requests(front: FakeFront) -> None:
         await task
 
 
+async def test_a_cancel_while_it_closes_leaves_no_socket_open(front: FakeFront) -> None:
+    client = await AsyncClient(front.path).connect()
+    writer = client._writer
+    assert writer is not None
+    closing = asyncio.create_task(client.aclose())
+    await asyncio.sleep(0)  # it waits for the reader now
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert writer.is_closing()
+    await client.aclose()
+
+
 async def test_no_socket_and_stale_socket(tmp_path: Path) -> None:
     with pytest.raises(DaemonUnreachable, match="no daemon runs"):
         await AsyncClient(tmp_path / "none").connect()

@@ -120,7 +120,7 @@ class Fake:
                 self.send(request.id, "result", left=0)
             case "cache":
                 self.send(request.id, "result", action=request.args["action"], problems=[])
-            case "prefix" | "resize":
+            case "prefix" | "resize" | "pages" | "top" | "page":
                 self.send(request.id, "result", args=request.args)
             case "stop":
                 self.send(request.id, "result")

@@ -73,6 +73,24 @@ async def test_calls_get_answers_errors_and_deadlines(front):
     assert front.engine().busy == 0
 
 
+@pytest.mark.parametrize(
+    ("op", "args", "is_use"),
+    [
+        ("top", {}, False), ("pages", {}, False), ("page", {}, False), ("status", {}, False),
+        ("prefix", {"action": "ls"}, False), ("prefix", {"action": "pin"}, True), ("tokenize", {"text": "x"}, True),
+    ],
+)  # fmt: skip
+async def test_looking_at_it_is_no_use_of_it(front, op, args, is_use):
+    await front.service.load("alpha")
+    engine = front.engine()
+    engine.last_use_s = -1.0
+    call = asyncio.create_task(engine.call(op, args, 5))
+    await asyncio.sleep(0)
+    assert engine.busy == is_use
+    await call
+    assert (engine.last_use_s > 0) == is_use
+
+
 async def test_a_cancelled_owner_leaves_no_process():
     engine = EngineProcess("m", Broadcast(), python("import time; time.sleep(60)"))
     task = asyncio.create_task(engine.live("{}"))

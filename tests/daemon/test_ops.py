@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierd.daemon import ops
-from tierd.daemon.errors import BadRequest, Unsupported
+from tierd.daemon.errors import BadRequest, NotFound, Unsupported
 
 
 async def test_hello_lists_what_there_is(front):
@@ -17,7 +17,7 @@ async def test_hello_lists_what_there_is(front):
 async def test_unknown_arguments_are_named(front, op):
     with pytest.raises(BadRequest, match="nonsense"):
         await ops.answer(front.service, op, {"nonsense": 1, "model": "alpha", "action": "ls"} if op == "cache" else
-                         {"nonsense": 1, "model": "alpha"} if op in ("show", "load", "tokenize", "pages") else
+                         {"nonsense": 1, "model": "alpha"} if op in ("show", "load", "tokenize", "pages", "top") else
                          {"nonsense": 1})  # fmt: skip
 
 
@@ -47,6 +47,12 @@ async def test_prefix_arguments(front, args, words):
 async def test_prefix_and_resize_reach_the_engine(front):
     answer = await ops.answer(front.service, "prefix", {"action": "pin", "id": "abcd", "model": "alpha"})
     assert answer == {"model": "alpha", "args": {"action": "pin", "id": "abcd"}}
+    answer = await ops.answer(front.service, "top", {"model": "alpha", "maps": {"device": 4}, "prefixes": 2})
+    assert answer == {"args": {"maps": {"device": 4}, "prefixes": 2}}
+    answer = await ops.answer(front.service, "page", {"model": "alpha", "tier": "host", "slot": 3})
+    assert answer == {"args": {"tier": "host", "slot": 3}}
+    with pytest.raises(NotFound, match="no request 7"):
+        await ops.answer(front.service, "cancel_request", {"model": "alpha", "request": 7})
     answer = await ops.answer(front.service, "resize", {"host_bytes": 5})
     assert answer == {"model": "alpha", "args": {"host_bytes": 5}}
     with pytest.raises(BadRequest, match="timeout_s"):

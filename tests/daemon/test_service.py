@@ -87,9 +87,33 @@ async def test_live_requests_are_counted(front):
     await until(lambda: front.service.live == 0)
 
 
+async def test_looking_loads_no_model(front):
+    for op in ("top", "pages", "page"):
+        with pytest.raises(NotFound, match="alpha is not loaded"):
+            await front.service.look(op, "alpha", {})
+    assert not front.supervisor.engines
+    await front.service.load("alpha")
+    assert (await front.service.look("top", "alpha", {"prefixes": 3}))["args"] == {"prefixes": 3}
+
+
+async def test_a_request_is_cancelled_by_its_number_in_the_engine(front):
+    stream = front.service.submit(Submit("alpha", prompt="!hang"))
+    events = front.service.run(stream, "test")
+    while (await anext(events)).ev != "accepted":
+        pass
+    with pytest.raises(NotFound, match="no request 999"):
+        front.service.cancel_request("alpha", 999)
+    front.service.cancel_request("alpha", stream._running.id)
+    assert (await anext(events)).ev == "aborted"
+    await events.aclose()
+
+
 async def test_prefixes_of_the_model_used_last_or_of_one_that_is_named(front):
     with pytest.raises(NotFound, match="no model is loaded"):
         await front.service.prefix(None, {"action": "ls"})
+    with pytest.raises(NotFound, match="alpha is not loaded"):
+        await front.service.prefix("alpha", {"action": "ls"})
+    assert (await front.service.prefix("alpha", {"action": "pin"})) == {"model": "alpha", "args": {"action": "pin"}}
     assert (await front.service.prefix("alpha", {"action": "ls"})) == {"model": "alpha", "args": {"action": "ls"}}
     await run(front, Submit("beta", prompt="x"))
     assert (await front.service.prefix(None, {"action": "ls"}))["model"] == "beta"

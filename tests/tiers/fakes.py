@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.tiers.arena import Arena
-from tierd.tiers.errors import LostReason, PageLost, StoreFull
+from tierd.tiers.errors import LostReason, PageLost, StagingLost, StoreFull
 from tierd.tiers.keys import root_key
 from tierd.tiers.lease import Lease
 from tierd.tiers.links import LinkGroup
@@ -350,6 +350,11 @@ def stored(
     rig.close()
     store.reads.clear()
     return Rig(device=device, host=host, store=store, mover=ManualMover(1, capacity=capacity)), store
+
+
+def damaged(keys: Sequence[PageKey]) -> StagingLost:
+    """What a step hears when these pages fail their check."""
+    return StagingLost(keys, "the test says so", dict.fromkeys(keys, PageLost(LostReason.PAYLOAD)))
 
 
 def lost_key(*keys: PageKey) -> Callable[[PageKey], Exception | None]:

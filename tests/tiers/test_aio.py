@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,3 +112,52 @@ def test_a_machine_without_the_calls(aio: AioReader, content: tuple[int, bytes])
     with pytest.raises(OSError) as caught:
         aio.read(content[0], np.zeros(1, np.int64), vectors_of(aligned_block(4096).reshape(1, -1), 4096))
     assert caught.value.errno == errno.ENOSYS
+
+
+@pytest.mark.parametrize(("name", "value"), [("platform", "darwin"), ("maxsize", (1 << 31) - 1)])
+def test_no_call_is_made_where_its_number_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, content: tuple[int, bytes], name: str, value: object
+) -> None:
+    monkeypatch.setattr(sys, name, value)
+    reader = AioReader()
+    monkeypatch.undo()
+    with pytest.raises(OSError) as caught:
+        reader.read(content[0], np.zeros(1, np.int64), vectors_of(aligned_block(4096).reshape(1, -1), 4096))
+    assert caught.value.errno == errno.ENOSYS
+
+
+class Reluctant(AioReader):
+    """Takes three pieces at a time, and refuses more after `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def _call(self, number: int, *arguments: int) -> int:
+        if self._calls is not None and number == self._calls[3]:
+            context, count, pointers = arguments
+            count = min(count, 3, self.limit)
+            self.limit -= count
+            if not count:
+                raise OSError(errno.EAGAIN, "the test says so")
+            arguments = (context, count, pointers)
+        return super()._call(number, *arguments)
+
+
+def test_a_batch_that_is_taken_piece_by_piece(content: tuple[int, bytes]) -> None:
+    fd, data = content
+    reader, block = Reluctant(10), aligned_block(10 * 4096).reshape(10, 4096)
+    assert reader.read(fd, np.arange(10) * 4096, vectors_of(block, 4096)).tolist() == [4096] * 10
+    assert block.tobytes() == data[: 10 * 4096]
+    reader.close()
+
+
+def test_a_batch_that_is_refused_halfway_leaves_nothing_under_way() -> None:
+    reader, block = Reluctant(4), aligned_block(10 * 4096).reshape(10, 4096)
+    fd = os.open("/dev/zero", os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="the test says so"):
+            reader.read(fd, np.arange(10) * 4096, vectors_of(block, 4096))
+    finally:
+        os.close(fd)
+    assert not reader._contexts  # given back to the kernel, which has waited for what ran

@@ -145,6 +145,31 @@ def test_without_a_tier_below_nothing_leaves_a_lease(with_store: bool) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_page_on_its_way_out_is_one_writable_page_and_not_two(leased: bool) -> None:
+    rig = Rig(device=3, host=8)
+    lease = running(rig)
+    if not leased:
+        rig.pager.release(lease, A)
+    other = rig.pager.match([7])
+    assert not rig.pager.allocate(other, 0, 12)
+    assert rig.pager.evictor.in_motion == 3
+    assert rig.pager.writable_pages == 3
+    rig.allocate(other, 0, 8)
+    assert rig.pager.writable_pages == 1  # the other two are being written already
+    rig.close()
+
+
+def test_a_device_that_shrinks_has_no_more_writable_pages_than_its_new_size() -> None:
+    rig = Rig(device=8, host=8, max_slots=8)
+    lease = running(rig)
+    rig.device.retire(2)
+    assert rig.pager.writable_pages == 2
+    rig.pager.release(lease, A)
+    rig.device.grow(8)
+    rig.close()
+
+
 def test_a_full_host_sends_pages_to_the_store() -> None:
     rig = Rig(device=3, host=2, store=MemoryStore())
     first = running(rig)

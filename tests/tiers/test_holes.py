@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiers.fakes import FAR_S, PAGE_TOKENS, Rig, lost_key, stored
+from tests.tiers.fakes import FAR_S, PAGE_TOKENS, Rig, damaged, lost_key, stored
 from tierd.tiers import loader
-from tierd.tiers.errors import LostReason, PageLost, StagingLost, StoreBroken
+from tierd.tiers.errors import LostReason, PageLost, StoreBroken
 from tierd.tiers.lease import END, Lease
 
 A = list(range(1, 25))  # six full pages
@@ -133,7 +133,7 @@ def test_holes_of_a_running_sequence_are_computed_again_and_what_follows_stays_v
     rig.expect(lease, tokens)
     gone = [node.key for node in lease.nodes if not node.readable]
     assert len(gone) == 2
-    rig.pager.tables.lose(StagingLost(gone, "the test says so", gone), rig.pager.leases)
+    rig.pager.tables.lose(damaged(gone), rig.pager.leases)
     assert len(lease.absent) == 2
     assert lease.lost
     rig.check()
@@ -308,38 +308,21 @@ def test_a_page_computed_by_a_lease_that_did_not_wait_serves_those_who_do() -> N
     rig.close()
 
 
-def test_a_fork_of_a_lease_with_holes_waits_for_the_same_pages() -> None:
+def test_a_lease_that_waits_for_pages_can_not_be_forked() -> None:
     rig, store = stored(A[:12])
     lease = rig.pager.match([*A[:12], 1])
     store.fail_read = lost_key(lease.nodes[0].key)
     rig.pager.fetch(lease, FAR_S)
     rig.settle()
-    twin = rig.pager.fork(lease, [])
-    assert twin.absent == {0}
-    assert twin.num_tokens == 8
-    assert rig.pager.allocate(lease, 0, 4)
-    assert not rig.pager.allocate(twin, 0, 4)
-    rig.write(lease, A[:4], 0)
-    rig.pager.commit(lease, A[:4])
-    rig.poll()
-    assert twin.ready
-    rig.expect(twin, A[:12])
-    rig.check()
-    rig.close()
-
-
-def test_the_tokens_of_a_lease_that_ends_with_a_hole_are_kept_around_it() -> None:
-    rig, store = stored(A[:12])
-    lease = rig.pager.match([*A[:12], 1])
-    store.fail_read = lost_key(lease.nodes[1].key)
-    rig.pager.fetch(lease, FAR_S)
+    with pytest.raises(ValueError, match="can't be forked"):
+        rig.pager.fork(lease, [])
+    rig.mend(lease, A[:12])
     rig.settle()
-    rig.pager.release(lease, A[:4])
-    rig.check()
-    again = rig.pager.match([*A[:12], 1])
-    assert again.num_tokens == 4  # what comes after the hole is not reached
-    rig.pager.release(again, [])
-    assert rig.serve([*A[:8], 1]) == 4
-    assert rig.pager.match([*A[:12], 1]).num_tokens == 12  # now it is
+    with pytest.raises(ValueError, match="can't be forked after 10 tokens"):
+        rig.pager.fork(lease, A[:10])  # what comes after them is not the fork's
+    twin = rig.pager.fork(lease, A[:12])
+    assert twin.ready and twin.num_tokens == 12
+    rig.pager.release(twin, A[:12])
+    rig.pager.release(lease, A[:12])
     rig.check()
     rig.close()

@@ -73,3 +73,34 @@ def test_a_full_queue_takes_the_job_later() -> None:
     assert not lease.absent
     rig.pager.release(lease, [])
     rig.check()
+
+
+def test_a_full_queue_keeps_no_load_of_a_lease_that_has_ended() -> None:
+    rig, _ = stored(device=60, host=0)
+    rig.mover._capacity = 0
+    lease = rig.pager.match([*LONG, 1])
+    rig.pager.fetch(lease, FAR_S)
+    rig.pager.release(lease, [])
+    rig.mover._capacity = 100
+    rig.settle()
+    assert rig.pager.promoter.loader.in_flight == 0
+    assert rig.device.in_flight == 0
+    rig.check()
+
+
+def test_a_job_is_taken_back_when_all_its_pages_are_being_computed() -> None:
+    rig, store = stored(device=60, host=0)
+    lease = rig.pager.match([*LONG, 1])
+    rig.pager.fetch(lease, FAR_S)
+    first = len(lease.nodes) % PAGES_PER_JOB  # loads begin at the end: the job of the first pages has what is left
+    jobs = rig.manual.queued
+    assert first > 1
+    assert rig.pager.allocate(lease, 0, 4)
+    assert rig.manual.queued == jobs  # the others in the job of this page would be lost with it
+    assert rig.pager.allocate(lease, 4, 4 * first)
+    assert rig.manual.queued == jobs - 1
+    rig.work()
+    assert lease.absent == set(range(first))
+    assert not {node.key for node in lease.nodes[:first]} & set(store.reads)
+    rig.pager.release(lease, [])
+    rig.check()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from tierd.tiers import mover as mover_module
 from tierd.tiers.arena import POISON
 from tierd.tiers.errors import JobCancelled, MoverClosed
 from tierd.tiers.links import Link, LinkGroup
@@ -120,6 +121,19 @@ def test_close_fails_what_did_not_run_and_joins() -> None:
     mover.submit(job(lambda: None), JobClass.NOW)
     (late,) = mover.drain()
     assert isinstance(late.error, MoverClosed)
+
+
+def test_close_waits_for_stuck_threads_once_and_not_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover_module, "_JOIN_S", 0.1)
+    mover, gate = Mover(1, disk_threads=8), threading.Event()
+    for _ in range(8):
+        mover.submit(job(lambda: gate.wait(WAIT_S), Link.DISK_READ), JobClass.NOW)
+    time.sleep(0.05)
+    start_s = time.monotonic()
+    mover.close()
+    assert time.monotonic() - start_s < 0.5
+    gate.set()
+    mover.close()
 
 
 @pytest.mark.parametrize("link", [Link.DEVICE_TO_DEVICE, Link.DISK_READ, Link.DISK_WRITE])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.tiers.fakes import FAR_S, MemoryStore, Rig, stored
+from tests.tiers.fakes import FAR_S, MemoryStore, Rig, damaged, stored
 from tierd.tiers.errors import LostReason, PageLost, StagingLost
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
@@ -193,6 +193,22 @@ def test_streamed_pages_come_back_to_the_device_where_there_is_no_host() -> None
     rig.close()
 
 
+def test_streamed_pages_come_back_although_the_device_is_below_its_reserve() -> None:
+    rig = Rig(device=16, host=2, store=MemoryStore(), max_slots=16)
+    tokens = list(range(201, 201 + 4 * 20))
+    lease = rig.start(tokens)
+    rig.grow(lease, tokens, 0)
+    rig.settle()
+    assert len(streamed(rig, lease)) == 2 and rig.pager.evictor.reserve > rig.device.num_free
+    assert not rig.pager.evictor.asked
+    rig.host.grow(4)
+    rig.settle()
+    assert streamed(rig, lease) == []
+    rig.expect(lease, tokens)
+    rig.check()
+    rig.close()
+
+
 def test_pages_do_not_come_back_into_the_slots_that_somebody_waits_for() -> None:
     rig, _ = stored(A, B, device=4)
     lease, other = rig.start([*A, 1]), rig.start([*B, 1])
@@ -209,11 +225,12 @@ def test_pages_do_not_come_back_into_the_slots_that_somebody_waits_for() -> None
 def test_a_streamed_page_that_is_lost_becomes_a_hole() -> None:
     rig, lease, store = larger_than_memory()
     keys = streamed(rig, lease)
-    rig.pager.tables.lose(StagingLost(keys[:2], "the test says so", keys[:2]), rig.pager.leases)
+    rig.pager.tables.lose(damaged(keys[:2]), rig.pager.leases)
     assert lease.lost
     assert {lease.nodes[place].key for place in lease.absent} == set(keys[:2])
     assert streamed_only(rig, lease) == keys[2:]
-    assert rig.pager.statistics().misses == {"lost": 2}
+    assert rig.pager.statistics().misses == {LostReason.PAYLOAD: 2}
+    assert rig.pager.promoter.damaged_pages == 2
     rig.check()
     rig.settle()
     assert not set(keys[:2]) & set(store.rows)  # nobody finds the bad rows again
@@ -222,6 +239,18 @@ def test_a_streamed_page_that_is_lost_becomes_a_hole() -> None:
     rig.expect(lease, LONG)
     rig.pager.release(lease, LONG)
     rig.settle()
+    rig.check()
+    rig.close()
+
+
+def test_a_store_that_went_off_during_a_step_is_given_up_at_once() -> None:
+    rig, lease, _ = larger_than_memory()
+    keys = streamed(rig, lease)
+    off = dict.fromkeys(keys, PageLost(LostReason.STORE_OFF, "the disk failed"))
+    rig.pager.tables.lose(StagingLost(keys, "the test says so", off), rig.pager.leases)
+    assert not rig.pager.writeback.on
+    assert rig.pager.promoter.damaged_pages == 0  # nobody has seen a damaged page
+    assert {lease.nodes[place].key for place in lease.absent} == set(keys)
     rig.check()
     rig.close()
 
@@ -238,7 +267,7 @@ def test_a_page_that_came_back_meanwhile_is_not_lost() -> None:
     rig, lease, _ = larger_than_memory()
     there = next(node for node in lease.nodes if node.readable)
     strange = [there.key, PageKey(b"unknown")]
-    rig.pager.tables.lose(StagingLost(strange, "the test says so", strange), rig.pager.leases)
+    rig.pager.tables.lose(damaged(strange), rig.pager.leases)
     assert not lease.absent
     assert rig.pager.statistics().misses == {}
     rig.check()
@@ -250,7 +279,7 @@ def test_a_page_that_nobody_needs_any_more_is_forgotten_when_it_is_lost() -> Non
     lease = rig.pager.match([*A, 1])
     keys = [node.key for node in lease.nodes]
     rig.pager.release(lease, [])
-    rig.pager.tables.lose(StagingLost(keys, "the test says so", keys), rig.pager.leases)
+    rig.pager.tables.lose(damaged(keys), rig.pager.leases)
     assert rig.pager.statistics().known_pages == 0
     rig.settle()
     assert not store.rows

@@ -87,6 +87,19 @@ def test_a_match_pins_what_it_found_before_anything_can_take_it() -> None:
     rig.close()
 
 
+def test_a_match_of_pages_given_back_is_no_new_look_up() -> None:
+    rig = Rig()
+    rig.serve(A)
+    before = rig.pager.statistics()
+    lease = rig.pager.match([*A, 1], again=True)
+    after = rig.pager.statistics()
+    assert lease.num_tokens == 12 and lease.nodes[0].hits == 0
+    assert (after.lookups, after.lookup_tokens) == (before.lookups, before.lookup_tokens)
+    assert after.hit_device_tokens == before.hit_device_tokens
+    rig.pager.release(lease, [])
+    rig.close()
+
+
 def test_allocate_says_when_it_can_never_fit() -> None:
     rig = Rig(device=3)
     lease = rig.pager.match(A)

@@ -114,6 +114,8 @@ class PagerMachine(RuleBasedStateMachine):
         if sequence.lease.state is LeaseState.MATCHED:
             return
         tokens = sequence.tokens[: self._advance(sequence)]
+        if not sequence.lease.ready or len(tokens) < len(sequence.lease.nodes) * PAGE_TOKENS:
+            return
         twin = self.rig.pager.fork(sequence.lease, tokens)
         assert twin.num_tokens <= len(tokens)
         self.live.append(Sequence(twin, list(tokens), sequence.salt))

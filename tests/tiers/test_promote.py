@@ -277,3 +277,41 @@ def test_pages_that_come_after_their_lease_has_gone_are_cache() -> None:
     assert len(store.reads) == 3
     rig.check()
     rig.close()
+
+
+def test_loads_take_no_slot_that_rows_wait_for() -> None:
+    rig, _ = stored(B, device=4, host=8)
+    lease = rig.start(A)
+    rig.grow(lease, A, 0)
+    writer = rig.pager.match([7])
+    assert not rig.pager.allocate(writer, 0, 8)  # one slot is free, another one on its way
+    reader = rig.pager.match([*B, 1])
+    rig.pager.fetch(reader, FAR_S)
+    rig.work()
+    assert rig.pager.allocate(writer, 0, 8)
+    rig.work()
+    assert reader.ready and all(node.host >= 0 for node in reader.nodes)
+    rig.expect(reader, B)
+    rig.check()
+    rig.close()
+
+
+def test_the_copy_of_a_partial_page_takes_no_slot_that_rows_wait_for() -> None:
+    rig = Rig(device=4, host=8)
+    rig.serve([*B, 5, 6])
+    rig.settle()
+    rig.pager.evictor.make_room(4)
+    rig.settle()
+    lease = rig.start(A)
+    rig.grow(lease, A, 0)
+    writer = rig.pager.match([7])
+    assert not rig.pager.allocate(writer, 0, 8)
+    reader = rig.pager.match([*B, 5, 6, 7])
+    assert reader.num_tokens == 14
+    rig.pager.fetch(reader, FAR_S)
+    rig.work()
+    assert rig.pager.allocate(writer, 0, 8)
+    rig.settle()
+    assert reader.ready
+    rig.check()
+    rig.close()

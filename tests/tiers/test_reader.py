@@ -14,6 +14,7 @@ import pytest
 from tests.tiers.faults import FaultyIO, HookedIO
 from tests.tiers.pages import RECORD_BYTES, SLOT_BYTES, holds, key, open_store, page, record
 from tests.tiers.test_opening import NoDirectIO
+from tierd.tiers.aio import MAX_BATCH
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.store import Located, Store
 from tierd.tiers.store_io import Bytes, aligned_block
@@ -103,6 +104,17 @@ def test_sections_of_many_pages(tmp_path: Path, kind: str) -> None:
         assert reasons(store.read_section_many(located, 0, block, 2)[1]) == [None, LostReason.PAYLOAD, None]
         assert block[2].tobytes() == record(5).tobytes()
         assert reasons(store.read_section_many(located, 1, block)[1]) == [None, LostReason.ABSENT, None]
+
+
+def test_sections_of_more_pages_than_a_batch_takes(tmp_path: Path) -> None:
+    count = MAX_BATCH + 3
+    with open_store(tmp_path / "kv", capacity_bytes=count * SLOT_BYTES, step_bytes=8 * SLOT_BYTES, **SECTIONS) as store:
+        store.write([page(number) for number in range(count)])
+        located = [where for where in store.locate_many([key(n) for n in range(count)]) if isinstance(where, Located)]
+        block = rows(count, 4096)
+        assert store.read_section_many(located, 1, block) == (0, [None] * count)
+        for number, row in enumerate(block):
+            assert row.tobytes() == record(number).tobytes()[4096:]
 
 
 def test_locating_many_names_what_is_wrong(tmp_path: Path) -> None:

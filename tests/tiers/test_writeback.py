@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.tiers.fakes import ManualMover, MemoryStore, Rig
+from tierd.tiers import writeback
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.page import PageKey
 from tierd.tiers.policy import WRITE_GROUP_PAGES, WRITE_GROUP_WAIT_S
@@ -123,6 +124,48 @@ def test_a_removal_that_finds_the_disk_full_is_tried_again(keep_one: bool) -> No
     assert len(store.rows) == keep_one
     rig.check()
     rig.close()
+
+
+def rewritten(store: MemoryStore) -> Rig:
+    """A rig that has dropped the rows of A and is about to write them anew."""
+    rig = Rig(store=store)
+    rig.serve(A)
+    rig.pager.flush(rig.now_s + 1)
+    for node in reversed(list(rig.pager.index.nodes.values())):
+        rig.pager.residency.forget(node)
+    return rig
+
+
+def test_no_removal_comes_after_the_write_that_replaces_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writeback, "_ROW_BATCH", 2)
+    store = MemoryStore()
+    rig = rewritten(store)
+    rig.serve(A)
+    rig.settle()
+    assert len(store.rows) == 3
+    rig.check()
+    rig.close()
+
+
+def test_a_removal_that_failed_is_not_tried_on_the_page_written_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    rig = rewritten(store)
+    remove, refusals = store.remove, [StoreFull("no space for the journal")]
+    monkeypatch.setattr(store, "remove", lambda keys: remove(keys) if not refusals else _raise(refusals.pop()))
+    rig.poll()  # the removal is queued
+    rig.serve(A)
+    rig.now_s += 1
+    rig.poll()  # the write behind it
+    rig.settle()
+    rig.now_s += PAUSE_S
+    rig.settle()
+    assert not refusals and len(store.rows) == 3
+    rig.check()
+    rig.close()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_uses_reach_the_store() -> None:

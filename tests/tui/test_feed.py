@@ -150,6 +150,16 @@ async def test_an_engine_that_is_not_ready_is_not_asked(socket: Path) -> None:
     assert {op for op, _ in daemon.asked} == {"hello", "status"}
 
 
+async def test_an_engine_that_ends_between_two_questions_is_no_lost_daemon(socket: Path) -> None:
+    async with serving(socket) as daemon:
+        del daemon.answers["top"]  # refused from here on
+        feed = live(socket)
+        await feed.connect()
+        snapshot = await feed.frame()
+        assert snapshot.standing.phase is Phase.LIVE and snapshot.maps == () and snapshot.engine is not None
+        await feed.aclose()
+
+
 async def test_a_daemon_that_goes_is_a_state_and_its_data_stay(socket: Path) -> None:
     async with serving(socket) as daemon, followed(live(socket)) as seen:
         await seen.until(lambda s: s.number >= 1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,28 +16,45 @@ from textual.pilot import Pilot
 from tests.daemon_home import Home
 from tests.tui.rig import text_of
 from tierd.clients.blocking import Client
+from tierd.daemon.protocol import Message, Sampling, Submit
 from tierd.tui.app import TopApp
 from tierd.tui.feed import LiveFeed
 from tierd.tui.snapshot import Phase, Snapshot
 from tierd.tui.view import View
-from tierd.tui.wire import CELL_STATE
+from tierd.tui.wire import CELL_KEPT
 
 pytestmark = [pytest.mark.model, pytest.mark.long]
 SIZE = (160, 45)
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def home(tmp_path: Path, models_dir: Path) -> Iterator[Home]:
-    found = Home(tmp_path, models_dir, device_mem="96MiB", host_mem="64MiB", nvme_mem="256MiB")
-    found.start()
-    yield found
-    found.close()
+PINNED = "The pinned one is about whales. " * 5
 
 
 def app_on(home: Home) -> TopApp:
     feed = LiveFeed(home.socket, interval_s=0.1, clock=time.monotonic, wall=time.time)
     return TopApp(feed, View(), clock=time.monotonic, time_of_day=time.gmtime)
+
+
+@contextlib.contextmanager
+def started(root: Path, models_dir: Path, **settings: str) -> Iterator[Home]:
+    found = Home(root, models_dir, **settings)
+    found.start()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path, models_dir: Path) -> Iterator[Home]:
+    with started(tmp_path, models_dir, device_mem="96MiB", host_mem="64MiB", nvme_mem="256MiB") as found:
+        yield found
+
+
+async def act(pilot: Pilot[None], *keys: str) -> None:
+    """Keys that ask for an action, and the yes to its question."""
+    await pilot.press(*keys)
+    await pilot.pause(0.2)
+    await pilot.press("y")
 
 
 async def until(app: TopApp, pilot: Pilot[None], wanted: Callable[[Snapshot], bool]) -> Snapshot:
@@ -51,8 +71,9 @@ async def test_the_screen_shows_what_the_daemon_holds(home: Home) -> None:
         assert "no model loaded" in text_of(app)
         await asyncio.to_thread(home.ask, "Tell me about the sea. " * 20, max_tokens=8)
         snapshot = await until(
-            app, pilot, lambda s: bool(s.maps and s.engine and s.engine.tiers) and s.engine is not None
-            and s.engine.running == 0 and s.engine.tiers["device"].cached_pages > 0,
+            app, pilot, lambda s: s.engine is not None and s.engine.pager is not None and s.engine.running == 0
+            and s.engine.tiers["device"].cached_pages > 0 and not s.engine.pager.dirty_pages
+            and not s.engine.pager.writing_pages,
         )  # fmt: skip
         assert snapshot.engine is not None
         with Client(home.socket) as client:
@@ -63,11 +84,14 @@ async def test_the_screen_shows_what_the_daemon_holds(home: Home) -> None:
         assert (seen.total_pages, seen.free_pages, seen.cached_pages) == (
             told["total_pages"], told["free_pages"], told["cached_pages"]
         )  # fmt: skip
-        shown = snapshot.map_of("device")
-        assert shown is not None
-        assert [cell & CELL_STATE for cell in shown.cells] == [cell & CELL_STATE for cell in cells]
-        wanted = {row["id"] for row in found}  # the list is read anew every few seconds
-        await until(app, pilot, lambda s: {row.key.hex() for row in s.prefixes or ()} == wanted)
+        wanted = {row["id"] for row in found}
+        at_rest = await until(
+            app, pilot, lambda s: {row.key.hex() for row in s.prefixes or ()} == wanted
+            and s.sequences == () and bool(s.maps) and s.maps[0].cells == cells,
+        )  # fmt: skip
+        rows, page_bytes = at_rest.prefixes or (), seen.page_bytes
+        assert sum(row.device_bytes for row in rows) == seen.cached_pages * page_bytes
+        assert sum(row.nvme_bytes for row in rows) == at_rest.daemon.engines[0].tiers["nvme"].cached_pages * page_bytes
         screen = text_of(app)
         assert "smollm2-135m" in screen and "ready" in screen
 
@@ -89,6 +113,87 @@ async def test_a_prefix_is_pinned_and_dropped_from_the_screen(home: Home) -> Non
         await pilot.pause(0.2)
         await pilot.press("y")
         await until(app, pilot, lambda s: s.prefixes == ())
+
+
+async def test_a_pinned_prefix_stays_while_the_tiers_fill_and_goes_when_it_is_dropped(
+    tmp_path: Path, models_dir: Path
+) -> None:
+    with started(tmp_path, models_dir, device_mem="12MiB", host_mem="0", nvme_mem="16MiB") as home:
+        app = app_on(home)
+        async with app.run_test(size=SIZE) as pilot:
+            await asyncio.to_thread(home.ask, PINNED, max_tokens=4)
+            await until(app, pilot, lambda s: bool(s.prefixes))
+            await act(pilot, "5", "p")
+            kept = await until(app, pilot, lambda s: any(row.kept for row in s.prefixes or ()))
+            pinned = {row.key for row in kept.prefixes or () if row.kept}
+            await asyncio.to_thread(home.ask, "Another one is about the desert. " * 5, max_tokens=4)
+            await until(app, pilot, lambda s: _tokens(s, "desert") > 30)
+            before, whole = _tokens(app.snapshot, "desert"), _tokens(app.snapshot, "whales")
+            for number in range(10):  # several times what all tiers hold
+                text = f"Document {number}. " + f"Line {number} says {number * 7}. " * 15
+                await asyncio.to_thread(home.ask, text, max_tokens=2)
+            full = await until(app, pilot, lambda s: _tokens(s, "desert") < before and _tokens(s, "Document 9") > 0)
+            assert _tokens(full, "whales") == whole
+            assert pinned <= {row.key for row in full.prefixes or () if row.kept}
+            assert all(row.nvme_bytes for row in full.prefixes or () if row.kept)
+            assert any(cell & CELL_KEPT for cell in full.maps[0].cells)
+            _, done = await asyncio.to_thread(home.ask, PINNED, max_tokens=4)
+            assert done["usage"]["cached_tokens"] > 0.8 * done["usage"]["prompt_tokens"]
+            await act(pilot, "5", "home", "u")
+            await until(app, pilot, lambda s: not any(row.kept for row in s.prefixes or ()))
+            await act(pilot, "home", "d")
+            await until(app, pilot, lambda s: s.prefixes == ())
+
+
+def _tokens(snapshot: Snapshot, word: str) -> int:
+    """Of the prefixes whose text has this word."""
+    return sum(row.tokens for row in snapshot.prefixes or () if word in row.text)
+
+
+async def test_a_stream_is_cancelled_from_the_screen(home: Home) -> None:
+    app = app_on(home)
+    submit = Submit("smollm2:135m", messages=(Message("user", "Count."),), sampling=Sampling(ignore_eos=True))
+
+    def talk() -> str:
+        with Client(home.socket) as client:
+            return list(client.generate(submit))[-1].ev
+
+    async with app.run_test(size=SIZE) as pilot:
+        talking = asyncio.create_task(asyncio.to_thread(talk))
+        await until(app, pilot, lambda s: any(row.phase == "decode" for row in s.sequences or ()))
+        await act(pilot, "4", "c")
+        assert await asyncio.wait_for(talking, DEADLINE_S) == "aborted"
+        await until(app, pilot, lambda s: s.sequences == ())
+
+
+async def test_the_death_of_an_engine_is_seen_and_so_is_the_next_one(home: Home) -> None:
+    app = app_on(home)
+    async with app.run_test(size=SIZE) as pilot:
+        await asyncio.to_thread(home.ask, "Hello.", max_tokens=2)
+        first = await until(app, pilot, lambda s: bool(s.engine and s.maps))
+        assert first.engine is not None and first.engine.pid is not None
+        os.kill(first.engine.pid, signal.SIGKILL)
+        await until(app, pilot, lambda s: s.engine is None or s.engine.state != "ready")
+        assert app.snapshot.standing.phase is Phase.LIVE and "DISCONNECTED" not in text_of(app)
+        await until(app, pilot, lambda s: s.engine is None)
+        await pilot.pause(0.2)
+        assert "no model loaded" in text_of(app)
+        await asyncio.to_thread(home.ask, "Hello again.", max_tokens=2)
+        again = await until(app, pilot, lambda s: bool(s.engine and s.maps))
+        assert again.engine is not None and again.engine.pid != first.engine.pid
+
+
+async def test_a_screen_does_not_keep_an_idle_engine_loaded(tmp_path: Path, models_dir: Path) -> None:
+    sizes = {"device_mem": "24MiB", "host_mem": "0", "nvme_mem": "32MiB"}
+    with started(tmp_path, models_dir, keep_alive="2s", **sizes) as home:
+        app = app_on(home)
+        async with app.run_test(size=SIZE) as pilot:
+            await asyncio.to_thread(home.ask, "Hello.", max_tokens=2)
+            await until(app, pilot, lambda s: bool(s.engine and s.maps and s.prefixes))
+            await until(app, pilot, lambda s: s.engine is None)
+            assert app.snapshot.standing.phase is Phase.LIVE
+            await pilot.pause(1.0)
+            assert app.snapshot.engine is None  # and looking on does not load it
 
 
 async def test_the_screen_outlives_the_daemon(home: Home) -> None:

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tierd.tiers.errors import PageLost, StagingLost
+from tests.tiers.fakes import damaged
+from tierd.tiers.errors import PageLost
 from tierd.tiers.staging import StagingStats
 
 PAGE = 4
@@ -105,6 +106,6 @@ class StagedPages:
             except PageLost:
                 missing.append(key)
         if missing:
-            raise StagingLost(missing, "the test says so", missing)
+            raise damaged(missing)
         slices = block.ctypes.data + RECORD * np.arange(len(keys))
         yield SimpleNamespace(memories=[block], section=lambda _index, _deadline_s: slices)

@@ -41,3 +41,17 @@ def test_a_page_at_address_0_is_streamed() -> None:
     staged.lost.append(KEY)
     with pytest.raises(StagingLost):
         runner.run(last, [KEY])
+
+
+def test_a_streamed_page_of_two_sequences_is_read_once() -> None:
+    device, store, decoder = np.zeros((3, RECORD), np.uint8), MemoryStore(), FakeDecoder()
+    staged = StagedPages(store)
+    runner = Runner(decoder, LAYOUT, (device,), staged)  # type: ignore[arg-type]
+    wanted = runner.run(rows(device[0].ctypes.data, device[1].ctypes.data))
+    store.write([(PageMeta(KEY, root_key("runner"), (1,), 0, 0.0), device[0])])
+    last = [
+        Rows(PROMPT[4:], 4, np.array([0, device[slot].ctypes.data], np.int64), sample=True) for slot in (1, 2)
+    ]
+    found = runner.run(build(last, PAGE), [KEY, KEY])
+    assert np.array_equal(found, [wanted[0], wanted[0]])
+    assert store.reads == [KEY]

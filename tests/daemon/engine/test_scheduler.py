@@ -48,6 +48,14 @@ def test_a_step_in_which_a_short_prompt_ends_is_a_short_step() -> None:
     assert {c.id: c.count for c in planned(one, limits=limits).chunks} == {1: 512}
 
 
+def test_nobody_is_let_in_behind_one_that_gets_no_page() -> None:
+    active = stream(2, Phase.PREFILL, 100, 16, 4), stream(3, Phase.DECODE, 17, 16, 4)
+    plan = planned(*active, stream(4, Phase.WAITING, 5), stream(1, Phase.WAITING, 5), free=60, device=1)
+    assert [chunk.id for chunk in plan.chunks] == [2] and plan.preempt == ()
+    assert plan.admit == (1,)  # 4 would be preempted for 3 at once
+    assert planned(*active, stream(4, Phase.WAITING, 5), free=60, device=9).admit == (4,)
+
+
 def test_the_last_chunk_of_a_prompt_samples() -> None:
     plan = planned(stream(1, Phase.PREFILL, 100, 64, 16))
     assert [(chunk.start, chunk.count, chunk.sample) for chunk in plan.chunks] == [(64, 36, True)]

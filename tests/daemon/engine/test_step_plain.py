@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.daemon.engine.fakes import expected
 from tests.daemon.engine.rig import Rig
+from tests.tiers.fakes import damaged
 from tierd.daemon.engine import step_plain
 from tierd.daemon.engine.batch import Batch
 from tierd.daemon.engine.runner import Logits
@@ -43,12 +45,41 @@ def test_a_lost_page_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose_one(rows: Batch, streamed: Sequence[PageKey] = ()) -> Logits:
         if len(streamed) > 20 and not lost:
             lost.append(streamed[7])
-            raise StagingLost(lost, "the test says so", lost)
+            raise damaged(lost)
         return run(rows, streamed)
 
     monkeypatch.setattr(rig.streams._runner, "run", lose_one)
     assert plain(rig, LONG, 30) == expected(LONG, 30)
     assert lost and rig.pager.statistics().misses
+    rig.check_quiet()
+
+
+def test_a_page_that_comes_back_while_slots_are_waited_for_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(slots=4, host=3, store=60)
+    other = [*range(5, 17)]
+    plain(rig, other, 1)
+    holder = rig.pager.match([*other, 1])  # three pages of memory that become free in a moment
+    rig.pager.fetch(holder, 1e9)
+    run, allocate, late, refusals = rig.streams._runner.run, rig.pager.allocate, [], []
+
+    def be_late_once(rows: Batch, streamed: Sequence[PageKey] = ()) -> Logits:
+        if len(streamed) > 10 and not late:
+            late.append(streamed[0])
+            refusals.extend(range(8))
+            rig.pager.release(holder, [])
+            raise StagingLost(late, "not in time")
+        return run(rows, streamed)
+
+    def refuse(*args: Any) -> bool:
+        if refusals:
+            refusals.pop()
+            return False
+        return allocate(*args)
+
+    monkeypatch.setattr(rig.streams._runner, "run", be_late_once)
+    monkeypatch.setattr(rig.pager, "allocate", refuse)
+    assert plain(rig, LONG, 30) == expected(LONG, 30)
+    assert late and not refusals and rig.pager.statistics().loaded_pages > 0
     rig.check_quiet()
 
 

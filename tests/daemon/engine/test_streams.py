@@ -296,3 +296,18 @@ def test_text_comes_at_once_and_then_in_pieces_of_a_twentieth_of_a_second() -> N
     gaps_s = [later - earlier for earlier, later in itertools.pairwise(told_s[:-1])]
     assert min(gaps_s) >= TELL_EVERY_S - 0.002 and max(gaps_s) < 2 * TELL_EVERY_S
     assert len(rig.tokens(1)) == 60 and len(pieces) < 20
+
+
+def test_an_idle_day_is_no_wait_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.submit(1, PROMPT)
+    rig.run()
+    rig.clock.now_s += 86_400.0
+    allocate = rig.pager.allocate
+    monkeypatch.setattr(rig.pager, "allocate", lambda *_: False)
+    rig.submit(2, PROMPT)
+    rig.turn(2)
+    assert rig.terminal(2) == []
+    monkeypatch.setattr(rig.pager, "allocate", allocate)
+    rig.run()
+    assert rig.terminal(2) == ["done"]

@@ -57,6 +57,31 @@ def test_a_device_of_a_few_pages_serves_several(slots: int, host: int, store: in
         assert rig.tokens(number) == expected(LONG[number : number + 30], 6)
 
 
+@pytest.mark.parametrize("slots", [1, 3, 5])
+@pytest.mark.parametrize(("host", "store"), [(40, 0), (40, 200), (0, 90)])
+def test_pages_on_their_way_out_are_waited_for_and_cost_nobody_his_pages(slots: int, host: int, store: int) -> None:
+    rig = Rig(slots=slots, host=host, store=store, max_streams=3)
+    prompts = {number: LONG[number * 3 : number * 3 + 15 * (1 + number % 3)] for number in range(1, 7)}
+    for number, prompt in prompts.items():
+        rig.submit(number, prompt, 8)
+    busy = 0  # turns in a row that did nothing, and asked for another one at once
+    for _ in range(2000):
+        steps = rig.streams.totals.steps
+        if not rig.streams.turn():
+            busy = 0
+            if not rig.mover.run():  # one copy or read a nap
+                rig.clock.now_s += 0.05
+        busy = busy + 1 if steps == rig.streams.totals.steps else 0
+        assert busy <= 4
+        rig.events += rig.streams.take_events()
+        if not len(rig.streams):
+            break
+    assert rig.streams.totals.preemptions <= 2
+    for number, prompt in prompts.items():
+        assert rig.tokens(number) == expected(prompt, 8)
+    rig.check_quiet()
+
+
 def test_without_a_lower_tier_a_long_prompt_is_refused_with_the_figure() -> None:
     rig = Rig(slots=4)
     with pytest.raises(Exception, match="holds 16 of one sequence"):

@@ -13,7 +13,7 @@ import pytest
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
 from tierd.daemon.engine import tend
-from tierd.daemon.errors import BadRequest, Conflict, NotFound, OutOfSpace, TierdError, Unsupported
+from tierd.daemon.errors import BadRequest, Conflict, EngineFailed, NotFound, OutOfSpace, TierdError, Unsupported
 from tierd.tiers.arena import SlotState
 
 PROMPT = list(range(20, 60))
@@ -64,6 +64,7 @@ async def test_prefixes_are_listed_with_their_text_pinned_and_dropped(live: Live
     assert one["text"].startswith(live.engine.intake.text_of(PROMPT[:30]))
     assert await prefix(live, action="pin", id=one["id"][:10]) == {"pages": 3}
     assert (await prefix(live, action="ls", limit=1))["prefixes"][0]["pinned"]
+    await asyncio.to_thread(live.flush)  # a page that is being written can't be dropped
     with pytest.raises(Conflict, match="pinned"):
         await prefix(live, action="drop", id=one["id"])
     assert await prefix(live, action="unpin", id=one["id"]) == {"pages": 3}
@@ -128,6 +129,18 @@ async def test_resize_refusals(live: Live) -> None:
         with pytest.raises(BadRequest):
             await resize(live, **args)
     assert live.engine.pager.device.slots == 32
+
+
+async def test_a_loop_that_has_ended_ends_the_wait_for_a_resize(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    pager = live.engine.pager
+    slots = [pager.device.alloc(SlotState.FILLING) for _ in range(32)]
+    monkeypatch.setattr(type(live.engine.loop), "alive", False)
+    with pytest.raises(EngineFailed, match="stopped"):
+        await asyncio.wait_for(resize(live, 4), 5)
+    monkeypatch.undo()
+    for slot in slots:
+        assert slot is not None
+        pager.device.drop(slot)
 
 
 async def test_what_does_not_become_free_in_time_is_told(live: Live) -> None:

@@ -1,0 +1,301 @@
+"""What `top` says equals what the pager holds, whole or piece by piece, at rest and under load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.engine.fakes import PAGE
+from tests.daemon.engine.families import prepare, reference
+from tests.daemon.engine.live import Live
+from tests.daemon.engine.rig import Rig
+from tierd.daemon.engine import top
+from tierd.daemon.engine.page_maps import KEPT
+from tierd.daemon.engine.top import TopBoard
+from tierd.daemon.errors import BadRequest, NotFound
+from tierd.tiers.arena import SlotState
+from tierd.tiers.page import Tier
+from tierd.tiers.pager import Pager
+from tierd.tiers.prefixes import Prefixes
+from tierd.tui.snapshot import Assembler
+from tierd.tui.wire import DaemonReport, EngineReport, PageDetail, TopAnswer, convert, prefix_rows
+
+PROMPT = list(range(20, 60))
+
+
+def board_on(rig: Rig) -> TopBoard:
+    return TopBoard(rig.streams, rig.pager, Prefixes(rig.pager, None), "fp32")
+
+
+def look(board: TopBoard) -> Any:
+    board._due_s = board._sort_due_s = float("-inf")
+    board.refresh()
+    return board._picture
+
+
+def expected_cells(pager: Pager, tier: Tier) -> list[int]:
+    """The map from the books alone, the slow way."""
+    arena = pager.device if tier is Tier.DEVICE else pager.host
+    cells = [0 if state == SlotState.RETIRED else state for state in arena.states]
+    for node in pager.index.nodes.values():
+        slot = node.device if tier is Tier.DEVICE else node.host
+        if slot >= 0:
+            cells[slot] |= (
+                0x08 * (len(node.packed) < pager.index.page_bytes) | 0x10 * (tier is Tier.DEVICE and node.host >= 0)
+                | 0x20 * node.durable | 0x40 * (node.moves > 0) | 0x80 * node.kept
+            )  # fmt: skip
+    return cells
+
+
+def test_pictures_follow_the_books_through_a_load_that_uses_every_tier() -> None:
+    chance = random.Random(5)
+    rig = Rig(24, host=16, store=60)
+    board, known = board_on(rig), Assembler()
+    prompts = [[chance.randrange(60) for _ in range(chance.randrange(8, 60))] for _ in range(12)]
+    versions: dict[str, int] = {}
+    deltas = 0
+    for number in range(40):
+        prompt = chance.choice(prompts)
+        rig.submit(number + 1, prompt + [chance.randrange(60)], chance.randrange(1, 30))
+        for _ in range(chance.randrange(1, 12)):
+            rig.turn()
+            picture = look(board)
+            assert picture.maps[0].cells.tolist() == expected_cells(rig.pager, Tier.DEVICE)
+            assert picture.maps[1].cells.tolist() == expected_cells(rig.pager, Tier.HOST)
+            assert bytes(cell & ~KEPT for cell in picture.maps[0].cells.tolist()) == rig.pager.page_map()
+            if chance.random() < 0.5:  # a screen that asks now and then has what one has that asks for all
+                parts = [tier.part(picture.version, versions.get(tier.tier)) for tier in picture.maps]
+                versions = {tier.tier: picture.version for tier in picture.maps}
+                deltas += sum("base" in part for part in parts)
+                answer = convert({"maps": parts}, TopAnswer)
+                shown = known.take(1.0, None, DaemonReport(model="m", engines=(EngineReport("m", "ready", 7),)), answer)
+                for seen, held in zip(shown.maps, picture.maps, strict=True):
+                    assert seen.cells == held.cells.tobytes() and seen.used.tolist() == held.used.tolist()
+                    assert seen.owners.tolist() == held.owners.tolist()
+                    assert seen.prefixes.tolist() == held.prefixes.tolist()
+    assert deltas > 20
+    stats = rig.pager.statistics()
+    assert stats.device.evictions and stats.host.evictions and stats.loaded_pages
+
+
+def test_the_tree_is_that_of_the_index() -> None:
+    chance = random.Random(6)
+    rig = Rig(40, host=20, store=80)
+    board = board_on(rig)
+    head = [chance.randrange(60) for _ in range(3 * PAGE)]
+    for number in range(12):
+        rig.submit(number + 1, head[: chance.randrange(1, 3) * PAGE] + [chance.randrange(60) for _ in range(20)], 4)
+    rig.run()
+    picture = look(board)
+    nodes, record = rig.pager.index.nodes, rig.pager.device.record_bytes
+    rows = picture.tree.rows
+    assert picture.tree.total == len(rows)
+    assert sum(row[4] for row in rows) == record * sum(node.device >= 0 for node in nodes.values())
+    assert sum(row[5] for row in rows) == record * sum(node.host >= 0 for node in nodes.values())
+    assert sum(row[6] for row in rows) == record * sum(node.durable for node in nodes.values())
+    assert sum(row[2] for row in rows) == sum(node.num_tokens for node in nodes.values())
+    for place, row in enumerate(rows):
+        assert row[1] < place
+        way, node = [nodes[row[0]]], nodes[row[0]]
+        while node.parent in nodes:
+            way.append(node := nodes[node.parent])
+        tokens, at = 0, place
+        while at >= 0:
+            tokens, at = tokens + rows[at][2], rows[at][1]
+        assert tokens == sum(node.num_tokens for node in way)
+        if way[0].device >= 0:
+            assert picture.maps[0].prefixes[way[0].device] == place + 1
+
+
+def test_sequences_say_where_their_tokens_lie_and_own_their_slots() -> None:
+    rig = Rig(16, host=16, store=40)
+    board = board_on(rig)
+    rig.submit(1, PROMPT, 20)
+    rig.submit(2, PROMPT[:30] + [1, 2, 3], 20)
+    rig.turn(5)
+    picture = look(board)
+    assert [row["id"] for row in picture.sequences] == [1, 2]
+    for number, (row, request) in enumerate(zip(picture.sequences, rig.streams, strict=True), 1):
+        assert row["phase"] == request.phase.value and row["output_tokens"] == request.generated
+        assert sum(tokens for _, tokens in row["runs"]) == len(request.tokens)
+        assert dict(row["runs"])["device"] == request.computed
+        assert request.lease is not None
+        held = {node.device for node in request.lease.nodes} | set(request.lease.private)
+        owned = {slot for slot, owner in enumerate(picture.maps[0].owners.tolist()) if owner == number}
+        assert owned <= held and set(request.lease.private) <= owned
+    rig.run()
+    assert look(board).sequences == () and not look(board).maps[0].owners.any()
+
+
+def test_a_waiting_sequence_has_nothing_yet() -> None:
+    rig = Rig(16, max_streams=1)
+    rig.submit(1, PROMPT, 20)
+    rig.submit(2, PROMPT, 20)
+    rig.turn(2)
+    assert look(board_on(rig)).sequences[1]["runs"] == [("missing", len(PROMPT))]
+
+
+def test_runs_of_a_torn_sequence_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "MAX_RUNS", 3)
+    rig = Rig(16)
+    rig.submit(1, PROMPT, 20)
+    rig.turn(8)
+    (request,) = rig.streams
+    places = top.np.array([0, 1] * 5, top.np.uint8)
+    runs = top._runs(request, places, PAGE)
+    assert len(runs) <= 4 and sum(tokens for _, tokens in runs) == len(request.tokens)
+
+
+def test_another_look_waits_its_turn_and_costs_decide_how_long() -> None:
+    rig = Rig(16)
+    board = board_on(rig)
+    board.refresh()
+    first = board._picture
+    board.refresh()
+    assert board._picture is first
+    assert board._due_s - rig.clock.now_s > 0.2  # a look takes some ms of the rig's clock
+    rig.clock.now_s = board._due_s + 1
+    board.refresh()
+    assert board._picture is not first
+
+
+def test_nobody_looking_leaves_nothing_to_follow() -> None:
+    rig = Rig(16)
+    board = board_on(rig)
+    look(board)
+    assert rig.pager.residency.touched is not None
+    board._asked_s = rig.clock.now_s
+    board.rest()
+    assert rig.pager.residency.touched is not None  # somebody asked a moment ago
+    rig.clock.now_s += 60
+    board.rest()
+    assert rig.pager.residency.touched is None
+    rig.submit(1, PROMPT, 4)
+    rig.run()
+    assert look(board).maps[0].cells.tolist() == expected_cells(rig.pager, Tier.DEVICE)
+
+
+def test_many_pages_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "TAKEN_AT_ONCE", 2)
+    rig = Rig(32)
+    rig.submit(1, PROMPT, 4)
+    rig.run()
+    board = board_on(rig)
+    for _ in range(len(rig.pager.index)):
+        picture = look(board)
+    assert picture.maps[0].cells.tolist() == expected_cells(rig.pager, Tier.DEVICE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(reference("llama"), tmp_path_factory.mktemp("top") / "model")
+
+
+@pytest.fixture
+def live(model: Path, tmp_path: Path) -> Iterator[Live]:
+    with Live(model, tmp_path / "cache", device=32, host=16, nvme=64) as live:
+        yield live
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+async def test_an_answer_has_all_and_the_next_one_what_is_new(live: Live, tokenizer: ThreadPoolExecutor) -> None:
+    board, engine = live.engine.top, live.engine
+    await asyncio.to_thread(live.run, [{"tokens": PROMPT, "max_tokens": 8}])
+    await asyncio.to_thread(live.flush)
+    first = await board.answer(engine, tokenizer, {})
+    answer = convert(first, TopAnswer)
+    assert answer.model == engine.model and answer.page_tokens == 16 and answer.sequences == ()
+    assert [(part.tier, part.base, part.slots) for part in answer.maps] == [("device", -1, 32), ("host", -1, 16)]
+    assert answer.prefixes is not None and answer.prefixes.rows is not None
+    [row] = prefix_rows(answer.prefixes.rows)
+    assert row.tokens == 47 and engine.intake.text_of(PROMPT[:10]) in row.text
+    have = {"maps": {part.tier: part.version for part in answer.maps}, "prefixes": answer.prefixes.version}
+    again = convert(await board.answer(engine, tokenizer, have), TopAnswer)
+    assert again.prefixes is not None and again.prefixes.rows is None
+    assert [part.base for part in again.maps] == [part.version for part in answer.maps]
+    assert all(part.cells == b"" for part in again.maps)
+    of_another = convert(await board.answer(engine, tokenizer, {"maps": {"device": 5}}), TopAnswer)
+    assert of_another.maps[0].base == -1
+
+
+async def test_a_page_tells_everything(live: Live, tokenizer: ThreadPoolExecutor) -> None:
+    await asyncio.to_thread(live.run, [{"tokens": PROMPT, "max_tokens": 8}])
+    await asyncio.to_thread(live.flush)
+    node = max(live.engine.pager.index.nodes.values(), key=lambda node: node.depth)
+    args = {"tier": "device", "slot": node.device}
+    found = convert(await live.engine.top.detail(live.engine, tokenizer, args), PageDetail)
+    assert found.key == node.key.hex() and found.first_token == 32 and found.tokens == 15 and found.text
+    assert found.copies == ("device", "nvme") and found.leases == 0 and found.kept is False
+    for slot in (-1, 31, 1 << 40):
+        with pytest.raises(NotFound):
+            await live.engine.top.detail(live.engine, tokenizer, {"tier": "device", "slot": slot})
+    for wrong in ({"tier": "nvme", "slot": 1}, {"tier": "device"}, {"tier": "device", "slot": "x"}):
+        with pytest.raises(BadRequest):
+            await live.engine.top.detail(live.engine, tokenizer, wrong)
+
+
+@pytest.mark.parametrize("args", [{"maps": 3}, {"maps": {"device": "x"}}, {"prefixes": "x"}, {"speed": 1}])
+async def test_wrong_arguments(live: Live, tokenizer: ThreadPoolExecutor, args: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        await live.engine.top.answer(live.engine, tokenizer, args)
+
+
+async def test_under_load_the_screen_has_what_check_has(live: Live, tokenizer: ThreadPoolExecutor) -> None:
+    """A whole engine with threads that move pages: at every look map, gauges and books agree."""
+    engine, pager, board = live.engine, live.engine.pager, live.engine.top
+    numbers = [live.submit(tokens=[*PROMPT, 60 + number], max_tokens=60) for number in range(8)]
+
+    def agree() -> None:
+        picture = look(board)
+        assert pager.check() == []
+        stats = pager.statistics()
+        for seen, gauges, tier in zip(picture.maps, (stats.device, stats.host), Tier, strict=False):
+            assert seen.cells.tolist() == expected_cells(pager, tier)
+            states = [cell & 7 for cell in seen.cells.tolist()]
+            assert gauges.free_pages == states.count(SlotState.FREE)
+            assert gauges.used_pages == states.count(SlotState.PRIVATE) + states.count(SlotState.PINNED)
+            assert gauges.cached_pages == states.count(SlotState.IDLE)
+
+    for _ in range(30):
+        await asyncio.wrap_future(engine.loop.call(agree))
+        await board.answer(engine, tokenizer, {})
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(live.collect, *numbers)
+    await asyncio.wrap_future(engine.loop.call(agree))
+
+
+@pytest.mark.long
+async def test_watching_costs_less_than_one_part_in_200_of_the_step_thread(
+    live: Live, tokenizer: ThreadPoolExecutor
+) -> None:
+    engine, board, spent_s = live.engine, live.engine.top, 0.0
+    refresh = board.refresh
+
+    def measured() -> None:
+        nonlocal spent_s
+        began_s = time.perf_counter()
+        refresh()
+        spent_s += time.perf_counter() - began_s
+
+    board.refresh = measured  # type: ignore[method-assign]
+    numbers = [live.submit(tokens=[*PROMPT, 60 + number], max_tokens=400) for number in range(4)]
+    await board.answer(engine, tokenizer, {})
+    spent_s, began_s = 0.0, time.perf_counter()
+    while time.perf_counter() - began_s < 8.0:
+        await board.answer(engine, tokenizer, {})
+        await asyncio.sleep(0.02)
+    for number in numbers:
+        engine.loop.cancel(number)
+    assert spent_s < 0.005 * (time.perf_counter() - began_s) + 0.01

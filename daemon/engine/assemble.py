@@ -100,13 +100,9 @@ def build(config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int
 
 
 def _build(
-    config: EngineConfig,
-    hooks: Hooks,
-    manifest: Manifest,
-    resources: contextlib.ExitStack,
-    threads: int,
+    config: EngineConfig, hooks: Hooks, manifest: Manifest, resources: contextlib.ExitStack, threads: int,
     max_requests: int,
-) -> Engine:
+) -> Engine:  # fmt: skip
     spec, directory, clock = manifest.spec, Path(config.model_dir), time.monotonic
     layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, config.kv_format)
     slots = config.device_bytes // layout.record_bytes

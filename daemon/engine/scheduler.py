@@ -8,8 +8,8 @@
   long one does not make short ones wait). A step in which a short prompt can end is a short step.
 - Pages: a stream is admitted when its prompt fits into memory, device and host together, beside what the active ones
   still need. When memory runs out all the same, the last in rank gives its pages back and waits. Rank never changes, so
-  the first in rank always goes on, and no two preempt each other in turn. Alone, it may outgrow memory: then its pages
-  spill to the store and are streamed from there.
+  the first in rank always goes on, and no two preempt each other in turn. While one gets no page, nobody is let in
+  behind it. Alone, a stream may outgrow memory: then its pages spill to the store and are streamed from there.
 - Rows are written on the device: a chunk takes no more pages than can be had there.
 """
 

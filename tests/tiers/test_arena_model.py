@@ -153,4 +153,4 @@ TestArenaMachine.settings = small(40, 40)
 
 @pytest.mark.long
 def test_arena_machine_at_length() -> None:
-    run_state_machine_as_test(ArenaMachine, settings=big(1500, 120))
+    run_state_machine_as_test(ArenaMachine, settings=big(500, 120))

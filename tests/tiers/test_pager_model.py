@@ -257,4 +257,4 @@ TestPagerMachine.settings = small(40, 50)
 
 @pytest.mark.long
 def test_pager_machine_at_length() -> None:
-    run_state_machine_as_test(PagerMachine, settings=big(600, 150))
+    run_state_machine_as_test(PagerMachine, settings=big(200, 150))

@@ -177,4 +177,4 @@ TestPrefixMachine.settings = small(30, 40)
 
 @pytest.mark.long
 def test_prefix_machine_at_length() -> None:
-    run_state_machine_as_test(PrefixMachine, settings=big(800, 120))
+    run_state_machine_as_test(PrefixMachine, settings=big(200, 120))

@@ -315,3 +315,22 @@ def test_the_copy_of_a_partial_page_takes_no_slot_that_rows_wait_for() -> None:
     assert reader.ready
     rig.check()
     rig.close()
+
+
+def test_a_slot_goes_to_nobody_while_a_copy_that_was_given_up_writes_into_it() -> None:
+    rig = Rig(device=6, host=0)
+    rig.serve([*B, 5, 6])
+    lease = rig.pager.match([*B, 5, 6, 7])
+    rig.pager.fetch(lease, FAR_S)
+    assert lease.tail is not None and lease.tail.started
+    slot = lease.tail.slot
+    rig.pager.release(lease, [])
+    other = rig.pager.match([7])
+    assert rig.pager.allocate(other, 0, 4) and rig.device.num_free == 0
+    assert other.private != [slot]
+    rig.check()
+    rig.work()
+    assert rig.device.num_free == 1
+    assert rig.pager.allocate(other, 4, 8) and other.private[1] == slot
+    rig.check()
+    rig.close()

@@ -219,3 +219,15 @@ async def test_a_stop_without_time_aborts() -> None:
         one.ask(2, "stop", timeout_s=0.0)
         assert (await one.end(2)).ev == "result"
         assert (await one.end(1)).ev in ("aborted", "done")
+
+
+async def test_what_top_asks_goes_to_its_board() -> None:
+    async with desk() as one:
+        async def told(engine: Any, tokenizer: ThreadPoolExecutor, args: dict[str, Any]) -> dict[str, Any]:
+            return {"model": engine.model, "args": args}
+
+        one.engine.top = SimpleNamespace(answer=told, detail=told)
+        one.ask(1, "top", prefixes=3)
+        one.ask(2, "page", tier="host", slot=4)
+        assert (await one.end(1)).data == {"model": "m", "args": {"prefixes": 3}}
+        assert (await one.end(2)).data == {"model": "m", "args": {"tier": "host", "slot": 4}}

@@ -38,7 +38,7 @@ def test_decode_and_matmul_compile_for_one_card() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", SHARED_BYTES)
+@pytest.mark.parametrize("arch", [86, 120])  # `aot.py` without `--arch` does the others, too
 def test_all_kernels_compile(arch: int) -> None:
     kernels = compiled(arch)
     assert {k["kernel"] for k in kernels} >= NO_SPILLS

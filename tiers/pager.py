@@ -10,7 +10,7 @@ from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.commit import Committer
 from tierd.tiers.errors import StoreError, TierFull
 from tierd.tiers.evict import Evictor
-from tierd.tiers.keys import pack_tokens, salted_root
+from tierd.tiers.keys import pack_tokens, page_key, salted_root
 from tierd.tiers.lease import Lease, LeaseState, TailCopy
 from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey, Tier
@@ -113,6 +113,21 @@ class Pager:
             may_leave = min(may_leave, room + sum(node.durable for node in leased))  # durable ones need no lower slot
         found = device.num_free + device.cached + device.counts[SlotState.DRAINING] + leaving + may_leave
         return max(0, min(found, device.slots - device.counts[SlotState.PRIVATE]))
+
+    def chain(self, tokens: Sequence[int], salt: bytes = b"") -> list[PageKey]:
+        """The keys of the pages that `tokens` fill, without the last token, as `match` would look for them."""
+        packed, size, keys = pack_tokens(tokens[:-1]), self.index.page_bytes, [salted_root(self.root, salt)]
+        for start in range(0, len(packed) - size + 1, size):
+            keys.append(page_key(keys[-1], packed[start : start + size]))
+        return keys[1:]
+
+    def leased_pages(self, keys: Sequence[PageKey]) -> int:
+        """How many of these pages, from the first on, live leases hold or wait for."""
+        for count, key in enumerate(keys):
+            node = self.index.get(key)
+            if node is None or not node.pins:
+                return count
+        return len(keys)
 
     def match(self, tokens: Sequence[int], salt: bytes = b"", *, again: bool = False) -> Lease:
         """A lease on the longest known run at the start of `tokens`, pinned before this returns.

@@ -16,6 +16,7 @@ from tierd.daemon.engine.scheduler import SHARED_PREFILL_ROWS, Phase, Stream
 from tierd.daemon.engine.tokens import TextStream
 from tierd.daemon.protocol import Timings, Usage
 from tierd.tiers.lease import Lease
+from tierd.tiers.page import PageKey
 
 AGING_S = 60.0  # one step of priority is worth this much waiting, so that no priority starves another for ever
 
@@ -75,6 +76,7 @@ class Request:
     fetched_s: float = 0.0  # when the pages of this lease began to load
     fetched_pages: int = 0  # how many
     settled: bool = False  # what the lease spares is booked
+    keys: list[PageKey] = field(default_factory=list)  # of the pages that its tokens fill, while it waits
     accepted: bool = False
     cached_tokens: int = 0  # prompt tokens that were never computed here
     hits: tuple[int, int, int] = (0, 0, 0)  # of those, by the tier they came from: device, host, nvme
@@ -128,14 +130,15 @@ class Request:
             over = Finish.STOP if self.stream.stopped else over
         return text, over
 
-    def seen(self, now_s: float) -> Stream:
-        """What the scheduler sees of it."""
+    def seen(self, now_s: float, shared: int = 0) -> Stream:
+        """What the scheduler sees of it. `shared`: pages of live requests that it needs as well."""
         seen = Stream(
             id=self.id,
             rank=self.rank,
             phase=self.phase,
             known_tokens=len(self.tokens),
             computed_tokens=self.computed,
+            shared=shared,
             waited_s=now_s - self.times.arrived_s,
         )
         lease = self.lease

@@ -89,6 +89,7 @@ class Stream:
     pages: int = 0  # pages in memory that its lease holds
     held_until: int = 0  # rows before this position have device pages to be written to
     limit: int = 1 << 62  # rows may go this far now: what follows is there already, or comes by itself
+    shared: int = 0  # of a waiting one: pages it needs that live requests hold already
     waited_s: float = 0.0  # in the queue
 
     @property
@@ -237,7 +238,7 @@ def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
             continue
         if not places:
             break
-        needed = pages_for(stream.known_tokens + 1, limits.page_tokens)
+        needed = pages_for(stream.known_tokens + 1, limits.page_tokens) - stream.shared
         if needed <= free or not (active or admitted):
             admitted.append(stream.id)
             free -= needed

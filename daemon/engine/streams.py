@@ -153,8 +153,16 @@ class Streams:
         return bool(work or plan.preempt or moved)
 
     def _snapshot(self, now_s: float) -> Snapshot:
-        streams = tuple(request.seen(now_s) for request in self._requests.values())
+        streams = tuple(request.seen(now_s, self._shared(request)) for request in self._requests.values())
         return Snapshot(streams, self._pager.memory_pages, self._pager.writable_pages, self.rates)
+
+    def _shared(self, request: Request) -> int:
+        """Pages of a waiting request that cost no memory, for live ones need them anyway."""
+        if request.phase is not Phase.WAITING or not 0 < len(self._pager.leases) < self._limits.max_streams:
+            return 0  # nothing is shared, or nobody is let in
+        if not request.keys:
+            request.keys = self._pager.chain(request.tokens, request.salt)
+        return self._pager.leased_pages(request.keys)
 
     def _admit(self, request: Request, now_s: float) -> None:
         """Pin what is known of its tokens and start moving it to memory."""
@@ -221,7 +229,7 @@ class Streams:
         """Give its pages back. It keeps its rank and its tokens and returns by match and fetch."""
         self.totals.preemptions += 1
         self._release(request)
-        request.phase = Phase.WAITING
+        request.phase, request.keys = Phase.WAITING, []
 
     def _gather(self, chunks: Iterable[Chunk]) -> list[_Work]:
         """The chunks that have pages for all their rows now."""

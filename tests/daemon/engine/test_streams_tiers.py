@@ -238,3 +238,17 @@ def test_any_tiers_and_any_faults_give_the_same_tokens(seed: int) -> None:
         timings, usage = rig.of(number, "done")[0]["timings"], rig.of(number, "done")[0]["usage"]
         assert timings.hit_device + timings.hit_host + timings.hit_nvme == usage.cached_tokens
         assert usage.cached_tokens + timings.recomputed == usage.prompt_tokens == len(prompt)
+
+
+def test_requests_that_share_a_prefix_share_its_memory() -> None:
+    rig = Rig(slots=40, max_streams=8, max_rows=64)
+    rig.submit(1, LONG, 1)
+    rig.run()
+    for number in range(2, 10):
+        rig.submit(number, [*LONG, number], 6)
+    rig.turn(2)
+    assert rig.streams.count(Phase.WAITING) == 0  # 8 x 23 pages, 22 of them the same
+    rig.run()
+    assert rig.streams.totals.preemptions == 0
+    for number in range(2, 10):
+        assert rig.tokens(number) == expected([*LONG, number], 6)

@@ -339,7 +339,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_streams: int = 16
     max_requests: int = 1024  # running and waiting
     nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
+    nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
     log_level: str = "info"
+
+
+def _why_no_disk(settings: Settings, sizes: Sizes) -> str:
+    if settings.nvme_mem is not None or sizes.nvme_bytes:
+        return ""
+    return (
+        f"the disk of {kv_root(settings)} has too little free space (it takes a tenth of what is free); choose another "
+        "--cache-dir, or say with --nvme-mem how much it may take"
+    )
 
 
 def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineConfig:
@@ -358,5 +368,6 @@ def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineCo
         max_streams=settings.max_streams,
         max_requests=settings.max_streams + settings.max_queue,
         nvme_daily_writes_bytes=settings.nvme_daily_writes,
+        nvme_off_reason=_why_no_disk(settings, sizes),
         log_level=settings.log_level,
     )

@@ -94,8 +94,10 @@ class Resizer:
                     f"{slots} pages are more than the {arena.max_slots} that {arena.name} memory can grow to"
                 )
             if slots < min(needed, arena.slots):
+                enough = -(-needed * arena.record_bytes // 10**6)
                 raise TierFull(
-                    f"{slots} pages of {arena.name} memory are fewer than the {needed} that running requests need"
+                    f"{slots} pages of {arena.name} memory are fewer than the {needed} that running requests need: "
+                    f"{enough} MB would do"
                 )
         self._wanted = _Wanted((device.slots, host.slots), deadline_s, done)
         for arena, slots in sizes:

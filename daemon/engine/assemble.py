@@ -254,7 +254,7 @@ def _special(manifest: Manifest, vocabulary: Vocabulary) -> dict[str, str]:
 def _open_store(config: EngineConfig, layout: PageLayout, root: bytes) -> tuple[Store | None, list[str]]:
     """The NVMe tier, or None and why: serving goes on without it."""
     if config.nvme_bytes < layout.record_bytes:
-        return None, []
+        return None, [f"the disk tier is off: {config.nvme_off_reason}"] if config.nvme_off_reason else []
     try:
         store = Store.open(
             Path(config.cache_dir) / root.hex(),

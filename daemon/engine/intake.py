@@ -121,7 +121,7 @@ class Intake:
             return ContextLengthExceeded(
                 f"the prompt has {used} tokens; the memory given to tierd holds {limit} of one sequence, "
                 "the answer included",
-                hint="give it more with --device-mem, or shorten the prompt",
+                hint="give it more with --device-mem, --host-mem or --nvme-mem, or shorten the prompt",
                 param="prompt",
             )
         return ContextLengthExceeded(

@@ -244,3 +244,12 @@ def test_engine_config_survives_json(env: dict[str, str], file: Path, tmp_path: 
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     assert (config.context, config.max_streams) == (8192, 4)
     assert config.cache_dir == str(settings.cache_dir / "kv")
+
+
+def test_a_disk_tier_that_nobody_turned_off_says_why_it_is_off(env: dict[str, str], tmp_path: Path) -> None:
+    def reason(disk: int, **values: str) -> str:
+        settings, _ = load(dict(values), env)
+        return engine_config(settings, resolve_sizes(settings, Machine(GB, GB, disk)), tmp_path).nvme_off_reason
+
+    assert "too little free space" in reason(100 << 20)
+    assert reason(GB) == "" and reason(100 << 20, nvme_mem="0") == "" and reason(0, nvme_mem="1GB") == ""

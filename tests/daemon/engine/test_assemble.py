@@ -82,6 +82,13 @@ def test_a_broken_store_directory_turns_the_tier_off(tiny: Path, tmp_path: Path)
         assert end.ev == "done"
 
 
+def test_a_disk_too_small_for_the_tier_is_named(tiny: Path, tmp_path: Path) -> None:
+    with Live(tiny, tmp_path, nvme=0, nvme_off_reason="the disk is small") as live:
+        assert live.engine.notes == ("the disk tier is off: the disk is small",)
+    with Live(tiny, tmp_path, nvme=0) as live:
+        assert live.engine.notes == ()
+
+
 def test_what_cannot_be_built(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="holds 0 pages of tiny, it needs 1"), Live(tiny, tmp_path, device=0):
         pass

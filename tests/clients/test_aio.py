@@ -177,6 +177,7 @@ async def test_closing_the_client_ends_its_requests(front: FakeFront) -> None:
 
 async def test_a_cancel_while_it_closes_leaves_no_socket_open(front: FakeFront) -> None:
     client = await AsyncClient(front.path).connect()
+    assert await client.call("ps") == {"engines": []}  # the other side knows the connection, and closes it in the end
     writer = client._writer
     assert writer is not None
     closing = asyncio.create_task(client.aclose())

@@ -110,7 +110,8 @@ class Pager:
         may_leave = len(leased) - leaving
         if not self.writeback.on or self.writeback.paused:
             room = 0 if self.mover.dead else self.host.num_free + self.host.cached
-            may_leave = min(may_leave, room + sum(node.durable for node in leased))  # durable ones need no lower slot
+            below = sum(node.durable or node.host >= 0 for node in leased)  # these need no other slot
+            may_leave = min(may_leave, room + below)
         found = device.num_free + device.cached + device.counts[SlotState.DRAINING] + leaving + may_leave
         return max(0, min(found, device.slots - device.counts[SlotState.PRIVATE]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.tiers.fakes import ManualMover, MemoryStore, Rig
+from tierd.tiers.arena import SlotState
 from tierd.tiers.errors import StoreFull, TierFull
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import Tier
@@ -386,4 +387,22 @@ def test_a_page_that_is_kept_leaves_the_store_only_when_memory_has_it() -> None:
     rig.pager.evictor.make_room(1)
     assert not last.readable
     assert not rig.pager.residency.evictable(last, Tier.NVME)
+    rig.close()
+
+
+def test_a_page_that_lies_in_both_memories_makes_room_where_nothing_else_can() -> None:
+    rig = Rig(device=3, host=1)
+    lease = running(rig)
+    rig.settle()
+    node = lease.nodes[2]
+    slot = rig.host.alloc(SlotState.FILLING)
+    assert slot is not None
+    rig.host.row(slot)[:] = rig.device.row(node.device)
+    rig.pager.residency.place(node, Tier.HOST, slot)
+    assert rig.device.num_free == 0 and rig.pager.writable_pages == 1
+    rig.allocate(lease, 12, 13)
+    assert sum(other.device < 0 for other in lease.nodes) == 1
+    rig.expect(lease, A)
+    rig.pager.release(lease, A)
+    rig.check()
     rig.close()

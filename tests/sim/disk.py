@@ -18,7 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tests.tiers.faults import PowerCut, failure
+from tests.sim.database import Connection
+from tests.tiers.faults import PowerCut
 from tierd.tiers.store_io import StoreIO
 
 SECTOR = 512
@@ -328,7 +329,7 @@ class SimDisk:
     def connect(self, path: Path) -> Any:
         self._enter("connect")
         self._connections += 1
-        return _Connection(self, self._names[path.name].database)
+        return Connection(self, self._names[path.name].database)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -384,33 +385,3 @@ class SimDisk:
             st_dev=1, st_ino=file.number, st_mode=stat.S_IFREG | 0o600, st_uid=os.geteuid(), st_nlink=file.links,
             st_size=len(file.data),
         )  # fmt: skip
-
-
-class _Connection:
-    """One of the store's two connections to the database behind the index."""
-
-    def __init__(self, disk: SimDisk, real: sqlite3.Connection) -> None:
-        self._disk = disk
-        self._real = real
-
-    def execute(self, sql: str, *args: Any) -> Any:
-        self._before(sql)
-        return self._real.execute(sql, *args)
-
-    def executemany(self, sql: str, *args: Any) -> Any:
-        self._before(sql)
-        return self._real.executemany(sql, *args)
-
-    def close(self) -> None:
-        self._disk._connections -= 1
-        if self._real.in_transaction:
-            self._real.rollback()
-
-    def _before(self, sql: str) -> None:
-        disk, word = self._disk, sql.split()[0]
-        disk._enter(f"sql {word}")
-        if disk.faults.full and word in ("INSERT", "UPDATE", "COMMIT", "VACUUM"):
-            disk.fired["index full"] = disk.fired.get("index full", 0) + 1
-            raise failure("sql", errno.ENOSPC)
-        if disk._happens(disk.faults.index_error, "index error"):
-            raise failure("sql", errno.EIO)

@@ -16,73 +16,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from tierd.daemon.errors import BadRequest, ProtocolError, TierdError, Unsupported, from_wire, suggest
+from tierd.daemon.generation import Format as Format
+from tierd.daemon.generation import Keep as Keep
+from tierd.daemon.generation import Message as Message
+from tierd.daemon.generation import Sampling, Submit
+from tierd.daemon.generation import Timings as Timings
+from tierd.daemon.generation import Tool as Tool
+from tierd.daemon.generation import ToolCall as ToolCall
+from tierd.daemon.generation import Usage as Usage
 
 VERSION = 1
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20  # in one frame: a value of one byte on the wire becomes an object of 50 bytes and more
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation. `role`: system, user, assistant, tool."""
-
-    role: str
-    content: str
-
-
-class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How tokens are chosen. Ranges are checked by `limits.check_submit`, once for all dialects."""
-
-    temperature: float | None = None  # None: the model's default (0.8 with top_p 0.95 if it has none); 0 is greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    max_tokens: int | None = None  # None: up to the context
-    logit_bias: dict[int, float] = {}
-    ignore_eos: bool = False
-
-
-class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One generation, whatever the dialect it came in. Exactly one of messages, prompt, tokens is given."""
-
-    model: str
-    messages: tuple[Message, ...] | None = None
-    prompt: str | None = None
-    tokens: tuple[int, ...] | None = None
-    sampling: Sampling = Sampling()
-    tenant: str = ""  # set by the front from the peer, never by a client
-    ctx: int | None = None  # a smaller context than the model's, in tokens
-    priority: int = 0  # lower runs first
-    # Filled by the front when it resumes a stream on a new engine: tokens the client already has.
-    resume: tuple[int, ...] = ()
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts. `cached_tokens`: prompt tokens that were really not computed."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class Timings(msgspec.Struct, frozen=True):
-    """Measured times of one request. `hit_*` and `recomputed` count prompt tokens by where they came from."""
-
-    ttft_ms: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
-    hit_device: int = 0
-    hit_host: int = 0
-    hit_nvme: int = 0
-    recomputed: int = 0
-    queue_ms: float = 0.0
-    load_ms: float = 0.0  # waiting for the model to come up
 
 
 class Request(msgspec.Struct, omit_defaults=True):
@@ -97,9 +44,13 @@ class Request(msgspec.Struct, omit_defaults=True):
 class Event(msgspec.Struct, omit_defaults=True):
     """An answer frame. Under id 0 it is about the connection or the engine itself, not about a request.
 
-    `ev`: `accepted` {prompt_tokens, cached_tokens}; `text` {text, tokens}; `progress` {stage, done, total, text};
-    terminal: `done` {finish: stop|length, usage, timings}, `refused` {code, message}, `aborted` {usage},
-    `failed` {code, message}, `result` {anything, by op}.
+    `ev`: `accepted` {prompt_tokens, cached_tokens}; `text` {text, tokens} and, where there is something to say,
+    `thinking` (text of the model's reasoning), `calls` [{index, id, name, arguments}: pieces of tool calls, id and
+    name only in the first of a call], `logprobs` [{token, text, bytes, logprob, top: [{token, text, bytes, logprob}]}:
+    one for each of `tokens`], `choice` (which of several answers); `choice` {choice, finish, stop}: one of several
+    answers has ended; `progress` {stage, done, total, text}; terminal: `done` {finish: stop|length|tool_calls, stop
+    (the stop string, if one was found), usage, timings}, `refused` {code, message}, `aborted` {usage}, `failed` {code,
+    message}, `result` {anything, by op}.
     """
 
     id: int

@@ -44,6 +44,9 @@ def imports(path: Path) -> Iterator[str]:
                 yield f"{base}.{alias.name}"
 
 
+_BASE = frozenset({"protocol", "generation", "errors", "config", "config_values", "paths", "log"})
+
+
 def room_of(module: str) -> str:
     """The room a module belongs to; the front, the engine and the models of the daemon are rooms of their own."""
     parts = module.split(".")
@@ -52,7 +55,7 @@ def room_of(module: str) -> str:
     if parts[1] == "daemon":
         if len(parts) > 2 and parts[2] in ("engine", "models"):
             return f"daemon.{parts[2]}"
-        if len(parts) > 2 and parts[2] in ("protocol", "errors", "config", "config_values", "paths", "log"):
+        if len(parts) > 2 and parts[2] in _BASE:
             return "daemon.base"
         return "daemon"
     return parts[1]

@@ -239,7 +239,7 @@ def test_bad_requests(message: dict[str, Any], param: str | None) -> None:
     [
         ({"model": "m", "foo": 1}, Unsupported, "foo"),
         ({"model": "m", "sampling": {"topk": 1}}, Unsupported, "sampling.topk"),
-        ({"model": "m", "messages": [{"role": "user", "content": "x", "name": "y"}]}, Unsupported, "messages[0].name"),
+        ({"model": "m", "messages": [{"role": "user", "content": "x", "nick": "y"}]}, Unsupported, "messages[0].nick"),
         ({"model": 1}, BadRequest, "model"),
         ({}, BadRequest, "model"),
         ({"model": "m", "sampling": {"top_k": "4"}}, BadRequest, "sampling.top_k"),

@@ -45,7 +45,7 @@ SEND_TIMEOUT_S = 30.0
 EXIT_GRACE_S = 5.0  # from closing its socket, or from promising to stop, to being killed
 STOP_TIMEOUT_S = 2.0
 _NO_USE = ("status", "flush", "stop", "pages", "top", "page")  # looking at it does not keep it loaded
-_PRIVATE = ("TIERD_API_KEY", "NOTIFY_SOCKET")  # of the front alone
+_PRIVATE = ("TIERD_API_KEY", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")  # of the front alone
 
 
 class EngineState(enum.StrEnum):

@@ -56,6 +56,8 @@ def _plain(doc: config.SettingDoc, value: object) -> object:
         return "(set)" if value else ""
     if value is None:
         return "never" if doc.parse is duration_s else "auto"
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value) if isinstance(value, Path) else value
 
 

@@ -25,15 +25,18 @@ from tierd.daemon.config_values import (
     count,
     duration_s,
     existing_or_new_dir,
+    host_names,
     listen_address,
     model_reference,
+    private_file,
     size_bytes,
     size_or_auto,
     socket_file,
     text,
+    web_origins,
 )
 from tierd.daemon.errors import BadConfig, suggest
-from tierd.daemon.paths import cache_dir, check_socket_path, config_file, models_dir, socket_path
+from tierd.daemon.paths import cache_dir, check_socket_path, config_file, keys_file, models_dir, socket_path
 
 
 def _setting(doc: str, parse: Callable[[object], Any], *, key: str = "", secret: bool = False) -> dict[str, Any]:
@@ -57,6 +60,15 @@ class Settings:
         metadata=_setting("HTTP host:port; empty turns HTTP off; beyond loopback needs api_key", listen_address),
     )
     api_key: str = field(default="", metadata=_setting("key that HTTP clients must send", text, secret=True))
+    keys_file: Path = field(
+        default_factory=keys_file, metadata=_setting("file of the API keys that `tierd key` makes", private_file)
+    )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(), metadata=_setting("names by which HTTP may be asked for, beside its own", host_names)
+    )
+    origins: tuple[str, ...] = field(
+        default=(), metadata=_setting("origins of the web pages that may send requests", web_origins)
+    )
     device_mem: int | None = field(
         default=None, metadata=_setting("bytes of pages beside the computation (a size or auto)", size_or_auto)
     )
@@ -148,7 +160,8 @@ def load(flags: Mapping[str, object], env: Mapping[str, str] = os.environ, path:
     """
     docs = setting_docs()
     values: dict[str, Any] = {
-        "models_dir": models_dir(env), "cache_dir": cache_dir(env), "socket": socket_path(env)
+        "models_dir": models_dir(env), "cache_dir": cache_dir(env), "socket": socket_path(env),
+        "keys_file": keys_file(env),
     }  # fmt: skip
     origins = dict.fromkeys((doc.name for doc in docs), "default")
     by_key, by_env = {doc.key: doc for doc in docs}, {doc.env: doc for doc in docs}
@@ -166,7 +179,7 @@ def load(flags: Mapping[str, object], env: Mapping[str, str] = os.environ, path:
         if key not in by_key:
             raise BadConfig(f"unknown key {key!r} in {file}", hint=suggest(key, list(by_key)) or _KEYS_HINT, param=key)
         doc = by_key[key]
-        if doc.parse in (existing_or_new_dir, socket_file) and isinstance(value, str) and value and value[0] != "~":
+        if doc.parse in _PATHS and isinstance(value, str) and value and value[0] != "~":
             value = str(file.absolute().parent / value)  # from where the file lies, not from where somebody stood
         take(doc, value, f"file {file}", f"{key} in {file}")
     for name, raw in sorted(env.items()):
@@ -187,6 +200,7 @@ def load(flags: Mapping[str, object], env: Mapping[str, str] = os.environ, path:
     return Loaded(settings, origins)
 
 
+_PATHS = (existing_or_new_dir, socket_file, private_file)
 _KEYS_HINT = "`tierd config show` lists every setting"
 
 
@@ -219,10 +233,12 @@ def split_listen(listen: str) -> tuple[str, int]:
 
 def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
     """Rules that hold between settings."""
-    if settings.listen and not is_loopback(split_listen(settings.listen)[0]) and not settings.api_key:
+    is_open = settings.listen and not is_loopback(split_listen(settings.listen)[0])
+    # What the file of keys holds is looked at when the address is bound.
+    if is_open and not settings.api_key and not settings.keys_file.exists():
         raise BadConfig(
             f"listen = {settings.listen!r} ({origins['listen']}) is reachable from other machines and needs an API key",
-            hint="set TIERD_API_KEY, or listen on 127.0.0.1",
+            hint="`tierd key add NAME` makes one; or set TIERD_API_KEY, or listen on 127.0.0.1",
             param="listen",
         )
     check_socket_path(settings.socket)

@@ -127,6 +127,14 @@ def socket_file(value: object) -> Path:
     return _path(value)
 
 
+def private_file(value: object) -> Path:
+    """An absolute path for a file that is there or will be."""
+    path = _path(value)
+    if path.is_dir():
+        raise ValueError("a file")
+    return path
+
+
 def _path(value: object) -> Path:
     if isinstance(value, str | Path) and str(value).strip() and "\0" not in str(value):
         return Path(value).expanduser().absolute()
@@ -143,3 +151,28 @@ def listen_address(value: object) -> str:
         if found and int(found[2]) <= 65535:
             return value
     raise ValueError("host:port such as 127.0.0.1:8421, or empty")
+
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:\d{1,5})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:\d{1,5})?")
+MAX_NAMES = 64
+
+
+def host_names(value: object) -> tuple[str, ...]:
+    """Host names, each with a port or without, in lower case: a list, or a string with commas."""
+    return _names(value, _HOST, "host names such as tierd.example or tierd.example:8421, with commas between them")
+
+
+def web_origins(value: object) -> tuple[str, ...]:
+    """Origins of web pages, as a browser sends them: a list, or a string with commas."""
+    return _names(value, _ORIGIN, "origins such as http://localhost:3000, with commas between them")
+
+
+def _names(value: object, pattern: re.Pattern[str], what: str) -> tuple[str, ...]:
+    words = value.split(",") if isinstance(value, str) else value
+    if isinstance(words, list | tuple) and len(words) <= MAX_NAMES:
+        names = [word.strip().lower() if isinstance(word, str) else "?" for word in words]
+        names = [name for name in names if name]
+        if all(len(name) <= 260 and pattern.fullmatch(name) for name in names):
+            return tuple(names)
+    raise ValueError(what)

@@ -13,6 +13,7 @@
     │   └── AlreadyRunning          a second daemon, a store that is already open
     ├── TryLater                    the same request can succeed in a while
     │   ├── TooBusy                 the queue is full
+    │   ├── QuotaExceeded           this tenant has as much as it may
     │   ├── Loading                 the model is not up yet
     │   └── Draining                the daemon is stopping
     ├── ModelInvalid                model files that are broken, unsafe or of an unknown kind
@@ -116,6 +117,10 @@ class TooBusy(TryLater):
     """The queue is full."""
 
 
+class QuotaExceeded(TryLater):
+    """This tenant has as much as it may; others are served."""
+
+
 class Loading(TryLater):
     """The model is not up yet."""
 
@@ -200,6 +205,7 @@ TABLE: Mapping[type[TierdError], Row] = {
     AlreadyRunning: Row("already_running", 409, 1),
     TryLater: Row("try_later", 503, 75),
     TooBusy: Row("overloaded", 503, 75),
+    QuotaExceeded: Row("quota_exceeded", 429, 75),
     Loading: Row("loading", 503, 75),
     Draining: Row("draining", 503, 75),
     ModelInvalid: Row("invalid_model", 422, 1),

@@ -93,6 +93,7 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     keep: tuple[Keep, ...] = ()
     salt: str = ""  # requests with different salts share no page
     tenant: str = ""  # set by the front from the peer, never by a client
+    quota_pages: int = 0  # set by the front: cached pages that the tenant may have; 0 is no bound
     ctx: int | None = None  # a smaller context than the model's, in tokens
     priority: int = 0  # lower runs first
     # Filled by the front when it resumes a stream on a new engine: tokens the client already has.

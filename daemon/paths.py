@@ -3,6 +3,7 @@
 | what | default | variable |
 | --- | --- | --- |
 | config file | `~/.config/tierd/config.toml` | `TIERD_CONFIG` |
+| API keys (their digests) | `~/.config/tierd/keys.json` | `TIERD_KEYS_FILE` |
 | models | `~/.local/share/tierd/models` | `TIERD_MODELS_DIR` |
 | page store, compiled kernels, downloads | `~/.cache/tierd` | `TIERD_CACHE_DIR` |
 | logs, history | `~/.local/state/tierd` | `TIERD_STATE_DIR` |
@@ -29,6 +30,11 @@ SOCKET_PATH_BYTES = 107  # sun_path of Linux holds 108 bytes with the closing ze
 def config_file(env: Mapping[str, str] = os.environ) -> Path:
     """The user's config file, whether or not it exists."""
     return _chosen(env, "TIERD_CONFIG") or Path(platformdirs.user_config_dir(APP)) / "config.toml"
+
+
+def keys_file(env: Mapping[str, str] = os.environ) -> Path:
+    """The API keys of the HTTP door: beside the config file."""
+    return _chosen(env, "TIERD_KEYS_FILE") or config_file(env).with_name("keys.json")
 
 
 def models_dir(env: Mapping[str, str] = os.environ) -> Path:

@@ -264,7 +264,7 @@ def cancel_request(request_id: int, target: int) -> Request:
     return Request(id=request_id, op="cancel", args={"target": target})
 
 
-_FRONT_ONLY = ("tenant", "resume")
+_FRONT_ONLY = ("tenant", "quota_pages", "resume")
 
 
 def to_submit(args: Mapping[str, Any], *, from_client: bool = False) -> Submit:

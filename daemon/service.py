@@ -34,12 +34,14 @@ from tierd.daemon.errors import (
     to_wire,
 )
 from tierd.daemon.inbox import SlowReader
+from tierd.daemon.keys import KeyRing
 from tierd.daemon.metrics import Metrics
 from tierd.daemon.models import catalog
 from tierd.daemon.protocol import TERMINAL, Event, Submit
 from tierd.daemon.resume import Live
 from tierd.daemon.stream import LOAD_TIMEOUT_S, Stream
 from tierd.daemon.supervisor import Model, Supervisor
+from tierd.daemon.tenants import Tenants
 from tierd.daemon.version import version
 
 log = logging.getLogger("tierd.service")
@@ -57,6 +59,7 @@ class Service:
     def __init__(self, settings: Settings, supervisor: Supervisor, metrics: Metrics) -> None:
         self.settings = settings
         self.metrics = metrics
+        self.tenants = Tenants(KeyRing(settings.keys_file))
         self.draining = False
         self.stop_asked = asyncio.Event()
         self.stop_timeout_s = STOP_TIMEOUT_S
@@ -79,9 +82,11 @@ class Service:
         bound = self.settings.max_streams + self.settings.max_queue
         if len(self._live) >= bound:
             raise TooBusy(f"{bound} requests run or wait already", hint="try again in a moment, or raise max_queue")
+        live_of_tenant = sum(stream.live.submit.tenant == tenant for stream in self._live.values())
+        allowance = self.tenants.admit(tenant, live_of_tenant)
         model, context_tokens = self._find(submit.model)
         limits.check_submit(submit, context_tokens)
-        submit = msgspec.structs.replace(submit, tenant=tenant)
+        submit = msgspec.structs.replace(submit, tenant=tenant, quota_pages=allowance.pages)
         return Stream(self._supervisor, model, Live(next(self._ids), submit, time.monotonic()))
 
     async def run(self, stream: Stream, door: str) -> AsyncGenerator[Event, None]:

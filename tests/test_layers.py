@@ -53,7 +53,7 @@ def room_of(module: str) -> str:
     if parts[0] != "tierd" or len(parts) < 2:
         return ""
     if parts[1] == "daemon":
-        if len(parts) > 2 and parts[2] in ("engine", "models"):
+        if len(parts) > 2 and parts[2] in ("engine", "models", "plan"):
             return f"daemon.{parts[2]}"
         if len(parts) > 2 and parts[2] in _BASE:
             return "daemon.base"
@@ -67,8 +67,9 @@ ARROWS = {
     "tiers": {"tiers", "kernels"},
     "daemon.base": {"daemon.base"},
     "daemon.models": {"daemon.models", "daemon.base", "kernels"},
-    "daemon.engine": {"daemon.engine", "daemon.models", "daemon.base", "tiers", "kernels"},
-    "daemon": {"daemon", "daemon.base", "daemon.models", "clients"},
+    "daemon.plan": {"daemon.plan", "daemon.models", "daemon.base", "kernels"},
+    "daemon.engine": {"daemon.engine", "daemon.plan", "daemon.models", "daemon.base", "tiers", "kernels"},
+    "daemon": {"daemon", "daemon.base", "daemon.models", "daemon.plan", "clients"},
     "clients": {"clients", "daemon.base"},
     "tui": {"tui", "clients", "daemon.base"},
 }

@@ -159,7 +159,7 @@ def _draw(logits: Floats, params: Params, top: float, u: float) -> int:
             mass[mass < params.min_p] = 0.0  # mass of the likeliest token is 1
         return _pick_by_blocks(mass, u)
     if params.top_k > 0:
-        ids = _largest(logits, min(params.top_k, logits.size))
+        ids = largest(logits, min(params.top_k, logits.size))
         mass = np.exp((logits[ids].astype(np.float64) - top) * inverse)
         total = float(mass.sum())
     else:
@@ -175,7 +175,7 @@ def _draw(logits: Floats, params: Params, top: float, u: float) -> int:
     return int(ids[_pick(mass, u)])
 
 
-def _largest(logits: Floats, count: int) -> Ids:
+def largest(logits: Floats, count: int) -> Ids:
     """Ids of the `count` largest logits, largest first, the lower id first among equals."""
     if count >= logits.size:
         return np.argsort(-logits, kind="stable")
@@ -188,7 +188,7 @@ def _enough(logits: Floats, mass: Floats, wanted: float) -> tuple[Ids, npt.NDArr
     """Ids by descending logit, as many as hold `wanted` of the mass, and their mass."""
     count = _FIRST_CANDIDATES
     while True:
-        ids = _largest(logits, min(count, logits.size))
+        ids = largest(logits, min(count, logits.size))
         found = mass[ids].astype(np.float64)
         if count >= logits.size or float(found.sum()) >= wanted:
             return ids, found

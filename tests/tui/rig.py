@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tierd.tui.snapshot import Phase, Snapshot, Standing
 from tierd.tui.view import View
 
 NOW_S = 1010.0
+DEADLINE_S = 30.0
 
 
 def first(count: int, values: Sequence[Any]) -> list[Any]:
@@ -87,6 +89,13 @@ async def running(
         await pilot.pause()
         await pilot.pause()
         yield app, pilot
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+    """Waits for what the screen will show. However busy the machine, it does not wait for a time."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await pilot.pause(0.02)
 
 
 def text_of(app: TopApp) -> str:

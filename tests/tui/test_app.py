@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from textual.command import CommandList
 from textual.widgets import Input
 
-from tests.tui.rig import NOW_S, FakeFeed, fake_feed, first, running, text_of
+from tests.tui.rig import NOW_S, FakeFeed, fake_feed, first, running, text_of, until
 from tierd.tui.feed import ReplayFeed
 from tierd.tui.layout import PANELS
 from tierd.tui.palette import Look
@@ -127,10 +128,10 @@ async def test_the_palette_runs_an_action(busy_feed: FakeFeed) -> None:
         await pilot.press("ctrl+p")
         await pilot.pause()
         await pilot.press(*"pause")
-        await pilot.pause(0.3)
+        options = app.screen.query_one(CommandList)
+        await until(pilot, lambda: options.option_count and "Pause" in str(options.get_option_at_index(0).prompt))
         await pilot.press("enter")
-        await pilot.pause(0.3)
-        assert app.paused
+        await until(pilot, lambda: app.paused)
 
 
 async def test_keys_can_be_clicked(busy_feed: FakeFeed) -> None:

@@ -15,6 +15,7 @@ from textual.pilot import Pilot
 from textual.screen import ModalScreen
 
 from tests.daemon_home import Home
+from tests.tui import rig
 from tests.tui.rig import text_of
 from tierd.clients.blocking import Client
 from tierd.daemon.protocol import Message, Sampling, Submit
@@ -174,8 +175,7 @@ async def test_the_death_of_an_engine_is_seen_and_so_is_the_next_one(home: Home)
         await until(app, pilot, lambda s: s.engine is None or s.engine.state != "ready")
         assert app.snapshot.standing.phase is Phase.LIVE and "DISCONNECTED" not in text_of(app)
         await until(app, pilot, lambda s: s.engine is None)
-        await pilot.pause(0.2)
-        assert "no model loaded" in text_of(app)
+        await rig.until(pilot, lambda: "no model loaded" in text_of(app))
         await asyncio.to_thread(home.ask, "Hello again.", max_tokens=2)
         again = await until(app, pilot, lambda s: bool(s.engine and s.maps))
         assert again.engine is not None and again.engine.pid != first.engine.pid
@@ -200,9 +200,7 @@ async def test_the_screen_outlives_the_daemon(home: Home) -> None:
         await until(app, pilot, lambda s: s.standing.phase is Phase.LIVE)
         await asyncio.to_thread(home.kill)
         await until(app, pilot, lambda s: s.standing.phase is Phase.DISCONNECTED)
-        await pilot.pause(0.2)
-        assert "DISCONNECTED" in text_of(app)
+        await rig.until(pilot, lambda: "DISCONNECTED" in text_of(app))
         await asyncio.to_thread(home.start)
         await until(app, pilot, lambda s: s.standing.phase is Phase.LIVE)
-        await pilot.pause(0.2)
-        assert "DISCONNECTED" not in text_of(app)
+        await rig.until(pilot, lambda: "DISCONNECTED" not in text_of(app))

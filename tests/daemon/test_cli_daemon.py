@@ -85,7 +85,9 @@ def test_status_of_a_daemon_without_its_socket(cli: Cli, stranded: int) -> None:
     assert (shown["state"], shown["pid"]) == ("unreachable", stranded)
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", f"{2**40}", f"{os.getpid()}"], ids=["empty", "text", "zero", "too large", "mine"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "0", f"{2**40}", f"{os.getpid()}"], ids=["empty", "text", "zero", "too large", "mine"]
+)
 def test_a_lock_file_that_nobody_holds_is_nothing(cli: Cli, text: str) -> None:
     (cli.home / "s.lock").write_text(text)
     said = cli("ps")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import mmap
 
 import numpy as np
 import numpy.typing as npt
 
+from tierd.tiers import memory
+
 POISON = 0xAA  # what a freed slot is filled with when `poison` is on: a reader of freed memory then shows at once
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux: the same number on x86-64 and arm64; Python 3.11 lacks it
 
 
 class SlotState(enum.IntEnum):
@@ -62,10 +62,6 @@ class Arena:
         self.record_bytes = record_bytes
         self._poison = poison
         self._map, self.max_slots = _reserve(slots, slots if max_slots is None else max_slots, record_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # A decode step reads pieces of a few KB all over the arena: with small pages each costs a TLB miss.
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._map.madvise(mmap.MADV_HUGEPAGE)
         flat = np.frombuffer(self._map, dtype=np.uint8, count=self.max_slots * record_bytes)
         self.array: npt.NDArray[np.uint8] = flat.reshape(self.max_slots, record_bytes)  # [max_slots, record_bytes]
         self._base = int(flat.ctypes.data)
@@ -242,16 +238,9 @@ class Arena:
 
 
 def _reserve(slots: int, max_slots: int, record_bytes: int) -> tuple[mmap.mmap, int]:
-    """A mapping for `max_slots` records, or for `slots` where that is refused, and how many it holds.
-
-    Private, not shared: only then does MADV_DONTNEED return memory, and huge pages need no setting of the system's.
-    """
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    """A mapping for `max_slots` records, or for `slots` where that is refused, and how many it holds."""
+    # A decode step reads pieces of a few KB all over the arena: with small pages each costs a TLB miss.
     if max_slots > slots:
-        with contextlib.suppress(OSError, OverflowError):
-            # Not counted against the system's commit limit: address space alone costs nothing.
-            return mmap.mmap(-1, max_slots * record_bytes, flags=private | _NORESERVE), max_slots
-    try:
-        return mmap.mmap(-1, max(slots * record_bytes, 1), flags=private), slots
-    except OverflowError:
-        raise OSError(errno.ENOMEM, "more than an address can hold") from None
+        with contextlib.suppress(OSError):
+            return memory.block(max_slots * record_bytes, reserve=True, large_pages=True), max_slots
+    return memory.block(slots * record_bytes, large_pages=True), slots

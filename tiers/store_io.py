@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import sqlite3
 import stat
@@ -21,6 +20,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tierd.tiers import memory
 from tierd.tiers.aio import AioReader
 from tierd.tiers.errors import StoreBroken, StoreLocked
 
@@ -135,7 +135,12 @@ def is_full(exc: OSError) -> bool:
 
 def aligned_block(size_bytes: int) -> Bytes:
     """A zeroed buffer that starts on a page boundary, as O_DIRECT needs. uint8[size_bytes]"""
-    return np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
+    return np.frombuffer(memory.block(size_bytes), dtype=np.uint8, count=size_bytes)
+
+
+def huge_block(size_bytes: int) -> Bytes:
+    """Memory on a page boundary, in large pages where the system has them: kernels read it in pieces. uint8[size]"""
+    return np.frombuffer(memory.block(size_bytes, large_pages=True), dtype=np.uint8, count=size_bytes)
 
 
 def is_aligned(buffer: Bytes) -> bool:

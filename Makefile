@@ -3,6 +3,7 @@
 #   make test                the default suite        make test-long   the big counts
 #   make check               ruff and mypy            make fix         what ruff can mend by itself
 #   make bench               side-by-side figures
+#   make demo                `tierd top` on a scripted load           make screenshots  the pictures of the README
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
 TEST_ENV := TIERD_TEST_MODELS=$(CURDIR)/.cache/test-models MYPYPATH=$(CURDIR)/.cache/mypy-path
 
-.PHONY: chat test test-long check fix bench clean
+.PHONY: chat test test-long check fix bench demo screenshots clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,12 @@ fix: $(VENV)/.dev-ready
 bench: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/python tests/bench/kernels.py
 	$(TEST_ENV) $(BIN)/python tests/bench/peers.py
+
+demo: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
+	@$(TEST_ENV) $(BIN)/python -m tests.bench.demo
+
+screenshots: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
+	$(TEST_ENV) $(BIN)/python -m tests.bench.demo --shots docs/images
 
 clean:
 	rm -rf $(VENV) .cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -21,7 +22,7 @@ from tierd.clients.common import (
     lost_error,
     silence_error,
 )
-from tierd.daemon.errors import TierdError
+from tierd.daemon.errors import DaemonUnreachable, TierdError
 from tierd.daemon.protocol import (
     TERMINAL,
     Event,
@@ -36,6 +37,7 @@ from tierd.daemon.protocol import (
 )
 
 INBOX_EVENTS = 256
+BRIDGE_END_S = 2.0  # how long a bridge may take to end
 
 
 class ClientStatistics(NamedTuple):
@@ -91,11 +93,26 @@ def _joined(last: Event, event: Event) -> Event | None:
         return None
     if event.ev == "progress":
         return event
-    if event.ev == "text":
-        # Both fields add up, whatever they are: text to text, token ids to token ids.
-        data = {key: last.data[key] + value if key in last.data else value for key, value in event.data.items()}
-        return Event(id=event.id, ev="text", data={**last.data, **data})
+    if event.ev == "text" and last.data.get("choice") == event.data.get("choice"):
+        # All fields but the choice add up, whatever they are: text to text, token ids to token ids.
+        data = dict(last.data)
+        for key, value in event.data.items():
+            data[key] = data[key] + value if key in data and key != "choice" else value
+        return Event(id=event.id, ev="text", data=data)
     return None
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Its input is closed, so it ends by itself; what does not is ended."""
+    for stop in (process.terminate, process.kill):
+        try:
+            async with asyncio.timeout(BRIDGE_END_S):
+                await process.wait()
+                return
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                stop()
+    await process.wait()
 
 
 class AsyncClient:
@@ -110,8 +127,14 @@ class AsyncClient:
     error. Threading: one event loop.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, command: Sequence[str] = ()) -> None:
+        """`command`: instead of opening a socket, talk to a process that bridges to one: `ssh HOST tierd proxy`.
+
+        `path` is then only a name, for messages.
+        """
         self.path = Path(path)
+        self._command = tuple(command)
+        self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader_task: asyncio.Task[None] | None = None
         self._inboxes: dict[int, _Inbox] = {}
@@ -124,19 +147,35 @@ class AsyncClient:
         await self.aclose()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, self._writer = await asyncio.open_unix_connection(str(self.path))
+                reader = await (self._spawn() if self._command else self._open_socket())
         except TimeoutError:
             raise silence_error("connect", CONNECT_TIMEOUT_S) from None
         except OSError as exc:
+            if self._command:
+                raise DaemonUnreachable(f"cannot run {self._command[0]}: {exc.strerror or exc}") from None
             raise connect_error(self.path, exc) from None
         self._fault = None
         self._reader_task = asyncio.create_task(self._read(reader), name="tierd-client-reader")
         return self
 
+    async def _open_socket(self) -> asyncio.StreamReader:
+        reader, self._writer = await asyncio.open_unix_connection(str(self.path))
+        return reader
+
+    async def _spawn(self) -> asyncio.StreamReader:
+        """Start the bridge. It has no terminal: what asks for a password fails instead of writing over a screen."""
+        pipe = asyncio.subprocess.PIPE
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        assert process.stdin is not None and process.stdout is not None
+        self._writer = process.stdin
+        return process.stdout
+
     async def aclose(self) -> None:
         """Close the connection; the daemon stops what still runs on it. Closing twice is fine."""
-        writer, task = self._writer, self._reader_task
-        self._writer = self._reader_task = None
+        writer, task, process = self._writer, self._reader_task, self._process
+        self._writer = self._reader_task = self._process = None
         if writer is not None:
             writer.close()  # before anything is waited for: a cancel must not leave it open
         if task is not None:
@@ -147,6 +186,8 @@ class AsyncClient:
                 await writer.wait_closed()
             except OSError:
                 pass  # the other side was faster
+        if process is not None:
+            await _end(process)
 
     async def __aenter__(self) -> Self:
         return self if self._writer is not None else await self.connect()
@@ -288,6 +329,21 @@ class AsyncClient:
         except TimeoutError:
             raise silence_error(op, wait_s) from None
 
+    async def _last_words(self) -> TierdError | None:
+        """Why a bridge ended, in its own words."""
+        process = self._process
+        if process is None or process.stderr is None:
+            return None
+        try:
+            async with asyncio.timeout(BRIDGE_END_S):
+                said = (await process.stderr.read(RECEIVE_BYTES)).decode(errors="replace").split("\n")
+        except TimeoutError:
+            return None
+        words = next((line.strip() for line in said if line.strip()), "it said nothing")
+        return DaemonUnreachable(
+            f"`{' '.join(self._command)}` ended: {words[:200]}", hint="does it work when you type it in a shell?"
+        )
+
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Sort events into inboxes until the connection ends; then tell everyone."""
         fault: TierdError = lost_error(self.path)
@@ -300,6 +356,7 @@ class AsyncClient:
                         inbox.put(event)
                     elif event.id == 0 and (said := error_of(event)):  # about the connection, not about a request
                         fault = said
+            fault = await self._last_words() or fault
         except OSError:
             pass  # told as a lost connection, like an end of file
         except TierdError as exc:  # bytes that are no frame of ours

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from textual import events, work
@@ -17,13 +18,14 @@ from textual.widgets import Input, Static
 from tierd.daemon.errors import TierdError
 from tierd.tui.acting import ActingApp
 from tierd.tui.feed import Feed, ReplayFeed
+from tierd.tui.keymap import key_of
 from tierd.tui.layout import CSS, MIN_HEIGHT, MIN_WIDTH, PANELS, Width, arrange
 from tierd.tui.messages import Arrived
 from tierd.tui.palette import Look, themes
 from tierd.tui.snapshot import Phase, Snapshot
 from tierd.tui.view import View
 from tierd.tui.widgets.chat import Chat
-from tierd.tui.widgets.dialogs import Help
+from tierd.tui.widgets.dialogs import Ask, Confirm, Help
 from tierd.tui.widgets.events import Events, TimeOfDay
 from tierd.tui.widgets.gauges import Gauges
 from tierd.tui.widgets.header import Header
@@ -47,6 +49,7 @@ class TopApp(ActingApp):
         clock: the clock of the feed, for the time since it was lost.
         time_of_day: Unix time to local time, for the log.
         readonly: no action that changes anything exists.
+        keymap: other keys, by the name of the action.
     """
 
     CSS = CSS
@@ -85,8 +88,10 @@ class TopApp(ActingApp):
         clock: Callable[[], float],
         time_of_day: TimeOfDay,
         readonly: bool = False,
+        keymap: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(feed)
+        self.keymap = keymap
         self.view = view
         self.readonly = readonly
         self.paused = False
@@ -131,6 +136,7 @@ class TopApp(ActingApp):
     def on_mount(self) -> None:
         """Theme, layout, feed."""
         self._extent = self.size
+        self.set_keymap(self.keymap)
         self.theme = f"tierd-{self.view.look}"
         for number, name in enumerate(PANELS, 1):
             pane = self._panes[name]
@@ -268,14 +274,15 @@ class TopApp(ActingApp):
         pane = self._panes[name]
         own = [b for b in getattr(type(pane), "BINDINGS", ()) if isinstance(b, Binding)]
         every = [*own, *(b for b in self.BINDINGS if isinstance(b, Binding) and self._offered(b.action))]
-        keys = [f"{_key_names(binding.key):>16}  {binding.description}" for binding in every if binding.description]
+        shown = [(_key_names(key_of(binding, self.keymap)), binding.description) for binding in every]
+        keys = [f"{key:>16}  {description}" for key, description in shown if description]
         self.push_screen(Help(str(pane.border_title), pane.HELP, "\n".join(keys)))
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The palette: every action that has a key."""
         for binding in self.BINDINGS:
             if isinstance(binding, Binding) and self._offered(binding.action):
-                key = _key_names(binding.key)
+                key = _key_names(key_of(binding, self.keymap))
                 title = binding.description[0].upper() + binding.description[1:]
                 yield SystemCommand(title, f"key: {key}", lambda action=binding.action: self.run_later(action))
 
@@ -339,6 +346,13 @@ class TopApp(ActingApp):
     def _end_prompt(self) -> None:
         self.query_one("#prompt", Input).remove_class("asking")
         self._filtered.focus()
+
+
+def actions() -> dict[str, Binding]:
+    """Every action that has keys, by its name."""
+    classes = (TopApp, ListPanel, Gauges, Links, Residency, Sequences, Prefixes, Events, Plan, Chat, Confirm, Ask, Help)
+    found = [binding for kind in classes for binding in kind.__dict__.get("BINDINGS", ())]
+    return {binding.id: binding for binding in found if isinstance(binding, Binding) and binding.id}
 
 
 def replace_view(view: View, *, stale: bool) -> View:

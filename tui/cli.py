@@ -6,6 +6,7 @@ import asyncio
 import json
 import locale
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ import click
 
 from tierd.daemon.config import load
 from tierd.daemon.errors import BadRequest
+from tierd.daemon.paths import config_file
 
 if TYPE_CHECKING:
     from tierd.tui.app import TopApp
@@ -31,7 +33,7 @@ THEMES = ("auto", "dark", "light", "ansi", "plain")
 
 @click.command()
 @click.argument("model", required=False, default="")
-@click.option("--socket", "--connect", metavar="PATH", help="Unix socket of the daemon.")
+@click.option("--socket", "--connect", metavar="PATH", help="Unix socket of the daemon, or \"ssh HOST\".")
 @click.option("--interval", "interval_s", type=float, default=0.25, show_default=True, help="Seconds between frames.")
 @click.option("--once", is_flag=True, help="Print one frame as text and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one frame as JSON and end.")
@@ -40,14 +42,18 @@ THEMES = ("auto", "dark", "light", "ansi", "plain")
 @click.option("--readonly", is_flag=True, help="No action that changes anything.")
 @click.option("--theme", type=click.Choice(THEMES), default="auto", help="Colours; auto looks at the terminal.")
 @click.option("--ascii/--unicode", "ascii_only", default=None, help="ASCII characters alone, or all.")
+@click.option("--keys", is_flag=True, help="List the actions and their keys, and end.")
 def top(
     model: str, socket: str | None, interval_s: float, once: bool, as_json: bool, record: Path | None,
-    replay: Path | None, readonly: bool, theme: str, ascii_only: bool | None,
+    replay: Path | None, readonly: bool, theme: str, ascii_only: bool | None, keys: bool,
 ) -> None:  # fmt: skip
     """Watch the tiers: every page, every request, every prefix.
 
     MODEL: which engine to look at; without it the one used last.
     """
+    if keys:
+        _print_keys()
+        return
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise BadRequest(f"--interval must be from {MIN_INTERVAL_S} to {MAX_INTERVAL_S:.0f} s", param="interval")
     if replay is not None and record is not None:
@@ -82,18 +88,37 @@ def _live(model: str, socket: str | None, interval_s: float, record: Path | None
     from tierd.tui.feed import LiveFeed
     from tierd.tui.record import Recorder
 
-    settings = load({"socket": socket}).settings
+    command = bridge_command(socket or "")
+    path = Path(socket) if command and socket else load({"socket": socket}).settings.socket
     recorder = Recorder(record) if record is not None else None
     return LiveFeed(
-        settings.socket, interval_s=interval_s, clock=time.monotonic, wall=time.time, model=model, recorder=recorder
-    )
+        path, interval_s=interval_s, clock=time.monotonic, wall=time.time, model=model, recorder=recorder,
+        command=command,
+    )  # fmt: skip
+
+
+def bridge_command(address: str) -> tuple[str, ...]:
+    """What to run to reach the daemon of another machine: `ssh HOST`, with `tierd proxy` there unless one is given.
+
+    Empty for the path of a socket. Raises BadRequest for one that names no host.
+    """
+    if not address.startswith("ssh "):
+        return ()
+    try:
+        words = shlex.split(address)
+    except ValueError as exc:
+        raise BadRequest(f"--connect: {exc}", param="connect") from None
+    if len(words) < 2:
+        raise BadRequest("--connect \"ssh HOST\" needs a host", param="connect")
+    return (*words, *(() if "proxy" in words else ("tierd", "proxy")))
 
 
 def _run_screen(
     model: str, socket: str | None, interval_s: float, record: Path | None, replay: Path | None, look: Look,
     *, readonly: bool, ascii_only: bool,
 ) -> None:  # fmt: skip
-    from tierd.tui.app import TopApp
+    from tierd.tui import keymap
+    from tierd.tui.app import TopApp, actions
     from tierd.tui.feed import ReplayFeed
     from tierd.tui.record import Recording
     from tierd.tui.view import View
@@ -102,11 +127,26 @@ def _run_screen(
     feed: Feed = ReplayFeed(Recording(replay)) if replay is not None else _live(model, socket, interval_s, record)
     app = TopApp(
         feed, View(look, ascii_only), clock=time.monotonic, time_of_day=time.localtime,
-        readonly=readonly or replay is not None,
+        readonly=readonly or replay is not None, keymap=keymap.load(_keymap_file(), actions()),
     )  # fmt: skip
     asyncio.run(_until_ended(app))
     if app.fault is not None:
         raise app.fault
+
+
+def _keymap_file() -> Path:
+    return config_file().with_name("top.toml")
+
+
+def _print_keys() -> None:
+    """A line for each action: its name, its keys, what it does."""
+    from tierd.tui import keymap
+    from tierd.tui.app import actions
+
+    known = actions()
+    mine = keymap.load(_keymap_file(), known)
+    for name, binding in sorted(known.items()):
+        sys.stdout.write(f"{name:<24} {keymap.key_of(binding, mine):<28} {binding.description}\n")
 
 
 async def _until_ended(app: TopApp) -> None:

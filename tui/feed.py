@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tierd.clients.aio import AsyncClient
-from tierd.daemon.errors import DaemonUnreachable, ProtocolError, TierdError, Unsupported
+from tierd.daemon.errors import DaemonUnreachable, ModelNotFound, ProtocolError, TierdError, Unsupported
 from tierd.daemon.protocol import Event, Submit
 from tierd.tui.record import Recorder, Recording, frame_of
 from tierd.tui.snapshot import HISTORY, Assembler, Phase, Snapshot, Standing
@@ -65,6 +65,7 @@ class LiveFeed:
         clock: seconds that never go back.
         wall: Unix time, for events.
         recorder: where frames are kept as well.
+        command: a bridge to the socket of another machine, see `AsyncClient`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LiveFeed:
         wall: Callable[[], float],
         model: str = "",
         recorder: Recorder | None = None,
+        command: Sequence[str] = (),
     ) -> None:
         self.path = path
         self.interval_s = interval_s
@@ -83,7 +85,7 @@ class LiveFeed:
         self._wall = wall
         self._recorder = recorder
         self._assembler = Assembler(model=model)
-        self._client = AsyncClient(path)
+        self._client = AsyncClient(path, command)
         self._listed_s = float("-inf")
         self._listed: PrefixTable | None = None  # from `prefix ls`, of a daemon that has no `top`
 
@@ -92,7 +94,7 @@ class LiveFeed:
         self._assembler.model = model
 
     async def run(self, show: Show) -> None:
-        """Hand over snapshots until cancelled; reconnects for ever."""
+        """Hand over snapshots until cancelled; reconnects for ever. Raises ModelNotFound for a name that is none."""
         failures = 0
         self._assembler.stand(Standing(Phase.CONNECTING, self._clock()))
         while True:
@@ -103,6 +105,8 @@ class LiveFeed:
                     show(await self.frame())
                     failures = 0
                     await asyncio.sleep(max(self.interval_s - (self._clock() - began_s), 0.01))
+            except ModelNotFound:
+                raise  # a mistyped name does not come to be right by waiting
             except TierdError as exc:
                 await self._client.aclose()
                 show(self._lost(exc))
@@ -129,6 +133,9 @@ class LiveFeed:
             if "status" not in ops:
                 raise ProtocolError("this daemon has no operation 'status'", hint="update it")
             self._assembler.snapshot = replace(self._assembler.snapshot, ops=ops)
+            if self._assembler.model and "show" in ops:
+                shown = await self._client.call("show", model=self._assembler.model, wait_s=ANSWER_S)
+                self._assembler.model = str(shown["name"])
         daemon = convert(await self._client.call("status", wait_s=ANSWER_S), DaemonReport)
         try:
             top = await self._top(daemon, fresh=self._assembler.snapshot.standing.phase is not Phase.LIVE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from fake_front import USAGE, FakeFront
 
 from tierd.clients import AsyncClient
-from tierd.clients.aio import INBOX_EVENTS
+from tierd.clients.aio import INBOX_EVENTS, _joined
 from tierd.daemon.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -216,3 +217,32 @@ async def test_prefixes_and_sizes(client: AsyncClient, front: FakeFront) -> None
         assert front.requests[-1].args == {"action": verb, "model": "m", "id": "abcd"}
     assert await client.resize(device_bytes=5, timeout_s=2.0) == {"model": "m", "device_bytes": 5}
     assert front.requests[-1].args == {"model": None, "timeout_s": 2.0, "device_bytes": 5, "host_bytes": None}
+
+
+def _bridge(front: FakeFront) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tierd.daemon.cli", "--socket", str(front.path), "proxy")
+
+
+async def test_a_command_can_stand_for_the_socket(front: FakeFront) -> None:
+    async with AsyncClient("ssh somewhere", _bridge(front)) as client:
+        events = await collect(client, "one two three")
+        assert events[-1].ev == "done"
+
+
+async def test_a_bridge_that_fails_says_why() -> None:
+    command = (sys.executable, "-c", "import sys; sys.exit('ssh: no such host')")
+    async with AsyncClient("ssh nowhere", command) as client:
+        with pytest.raises(DaemonUnreachable, match="no such host"):
+            await client.call("ps")
+
+
+async def test_a_bridge_that_does_not_exist_says_so() -> None:
+    with pytest.raises(DaemonUnreachable, match="cannot run /no/such/thing"):
+        await AsyncClient("ssh nowhere", ("/no/such/thing",)).connect()
+
+
+async def test_a_slow_reader_never_gets_two_answers_mixed() -> None:
+    first = Event(1, "text", {"text": "a", "tokens": [1], "choice": 0})
+    assert _joined(first, Event(1, "text", {"text": "b", "tokens": [2], "choice": 1})) is None
+    joined = _joined(first, Event(1, "text", {"text": "b", "tokens": [2], "choice": 0, "thinking": "hm"}))
+    assert joined == Event(1, "text", {"text": "ab", "tokens": [1, 2], "choice": 0, "thinking": "hm"})

@@ -23,6 +23,7 @@ class FakeDaemon:
     def __init__(self, path: Path, frame: Frame | None = None, ops: tuple[str, ...] = OPS) -> None:
         self.path = path
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.errors: dict[str, str] = {}  # codes, by operation
         seen = frame or busy(3)
         self.answers: dict[str, Answer] = {
             "hello": lambda args: {"version": "0.1.0", "protocol": 1, "ops": list(ops)},
@@ -63,7 +64,8 @@ class FakeDaemon:
         self.asked.append((request.op, request.args))
         answer = self.answers.get(request.op)
         if answer is None:
-            return Event(request.id, "refused", {"code": "unsupported", "message": f"no {request.op}"})
+            code = self.errors.get(request.op, "unsupported")
+            return Event(request.id, "refused", {"code": code, "message": f"no {request.op}"})
         return Event(request.id, "result", answer(request.args))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -81,10 +82,12 @@ def fake_feed(path: Path, phase: Phase = Phase.LIVE) -> FakeFeed:
 @contextlib.asynccontextmanager
 async def running(
     feed: FakeFeed | ReplayFeed, size: tuple[int, int], *, look: Look = Look.DARK, ascii_only: bool = False,
-    readonly: bool = False,
+    readonly: bool = False, keymap: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:  # fmt: skip
     """The app on a screen of this size, after its first frame was drawn."""
-    app = TopApp(feed, View(look, ascii_only), clock=lambda: NOW_S, time_of_day=time.gmtime, readonly=readonly)
+    app = TopApp(
+        feed, View(look, ascii_only), clock=lambda: NOW_S, time_of_day=time.gmtime, readonly=readonly, keymap=keymap
+    )
     async with app.run_test(size=size, notifications=True) as pilot:
         await pilot.pause()
         await pilot.pause()

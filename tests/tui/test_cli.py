@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tierd.daemon.errors import BadRequest, DaemonUnreachable
-from tierd.tui.cli import choose, top
+from tierd.tui.cli import bridge_command, choose, top
 from tierd.tui.palette import Look
 
 
@@ -70,3 +70,20 @@ def test_a_recording_is_printed_as_json(recordings: dict[str, Path]) -> None:
 def test_what_is_no_recording_is_told(tmp_path: Path) -> None:
     (tmp_path / "r").write_text("x")
     assert isinstance(run("--once", "--replay", str(tmp_path / "r")).exception, BadRequest)
+
+
+def test_an_address_of_another_machine_is_a_command() -> None:
+    assert bridge_command("/run/tierd.sock") == ()
+    assert bridge_command("ssh me@there") == ("ssh", "me@there", "tierd", "proxy")
+    assert bridge_command("ssh -p 22 there .venv/bin/tierd proxy")[-2:] == (".venv/bin/tierd", "proxy")
+
+
+@pytest.mark.parametrize("address", ["ssh ", "ssh 'there"])
+def test_an_address_without_a_host_is_refused(address: str) -> None:
+    with pytest.raises(BadRequest):
+        bridge_command(address)
+
+
+def test_the_keys_are_listed() -> None:
+    lines = run("--keys").output.splitlines()
+    assert any(line.split() == ["act.pin", "p", "pin", "prefix"] for line in lines)

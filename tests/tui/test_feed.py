@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from tests.tui.fake_daemon import serving
-from tests.tui.scenes import FRAMES, bare, busy, record
-from tierd.daemon.errors import BadRequest, DaemonUnreachable, ProtocolError, Unsupported
+from tests.tui.scenes import FRAMES, OPS, bare, busy, record
+from tierd.daemon.errors import BadRequest, DaemonUnreachable, ModelNotFound, ProtocolError, Unsupported
 from tierd.tui.feed import LiveFeed, ReplayFeed, page_detail
 from tierd.tui.record import Recorder, Recording
 from tierd.tui.snapshot import Phase, Snapshot
@@ -294,4 +294,18 @@ async def test_status_is_what_a_daemon_must_have(socket: Path) -> None:
         await feed.connect()
         with pytest.raises(ProtocolError, match="'status'"):
             await feed.frame()
+        await feed.aclose()
+
+
+async def test_a_name_that_no_model_has_ends_the_feed(socket: Path) -> None:
+    async with serving(socket, ops=(*OPS, "show")) as daemon:
+        daemon.answers["show"] = lambda args: {"name": "smollm2-135m"}
+        async with followed(live(socket, model="smollm2:135m")) as seen:
+            snapshot = await seen.until(lambda s: s.standing.phase is Phase.LIVE)
+            assert snapshot.engine is not None and snapshot.engine.model == "smollm2-135m"
+        del daemon.answers["show"]
+        daemon.errors["show"] = "model_not_found"
+        feed = live(socket, model="nobody")
+        with pytest.raises(ModelNotFound):
+            await feed.run(lambda snapshot: None)
         await feed.aclose()

@@ -70,7 +70,8 @@ def verify(flags: dict[str, Any], repair: bool, model: str | None, as_json: bool
         print_json(answer)
     else:
         for name, lines in findings.items():
-            note(f"{name}: {len(lines)} findings" if lines else f"{name}: sound")
+            pages = answer["engines"][name].get("pages", 0)
+            note(f"{name}: {pages} pages read, {f'{len(lines)} findings' if lines else 'all sound'}")
             for line in lines:
                 print(f"{name}: {line}")
         _tell_untouched(answer, "verify")
@@ -89,8 +90,9 @@ def gc(flags: dict[str, Any], model: str | None, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
-    for name in answer["engines"]:
-        note(f"{name}: done")
+    for name, part in answer["engines"].items():
+        freed = human_bytes(part.get("freed_bytes", 0))
+        note(f"{name}: {part.get('removed_pages', 0)} pages that nothing could reach removed, {freed} given back")
     _tell_untouched(answer, "gc")
 
 

@@ -8,6 +8,7 @@ import click
 
 from tierd.clients.blocking import Client
 from tierd.daemon.cli_common import (
+    confirm,
     connect,
     human_seconds,
     json_option,
@@ -16,6 +17,7 @@ from tierd.daemon.cli_common import (
     print_json,
     print_table,
     settings_options,
+    yes_option,
 )
 
 SHOWN_ID_DIGITS = 12
@@ -84,9 +86,11 @@ def unpin(flags: dict[str, Any], prefix_id: str, model: str | None, as_json: boo
 @click.argument("prefix_id", metavar="ID")
 @settings_options("socket")
 @model_option
+@yes_option
 @json_option
-def drop(flags: dict[str, Any], prefix_id: str, model: str | None, as_json: bool) -> None:
+def drop(flags: dict[str, Any], prefix_id: str, model: str | None, yes: bool, as_json: bool) -> None:
     """Forget a prefix in all tiers, and all that goes on from it; what other prefixes share with it stays."""
+    confirm(f"Forget prefix {prefix_id} and all that goes on from it, in every tier?", yes=yes)
     _change("drop", "forgotten", flags, prefix_id, model, as_json)
 
 

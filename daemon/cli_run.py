@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ from tierd.daemon.cli_common import (
 from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound, TierdError
 from tierd.daemon.limits import MAX_SEED, MAX_TOKEN_ID
 from tierd.daemon.models import catalog
-from tierd.daemon.protocol import Event, Message, Sampling, Submit, Timings, Usage
+from tierd.daemon.protocol import MAX_FRAME_BYTES, Event, Message, Sampling, Submit, Timings, Usage
+
+# A letter, later a digit, and no blank: llama3, qwen2.5-coder, gpt-oss-20b.
+_LIKE_A_MODEL = re.compile(r"[A-Za-z][\w.-]*\d[\w.-]*")
 
 
 @click.command()
@@ -84,6 +88,8 @@ def split_words(words: list[str], settings: config.Settings) -> tuple[str, str |
     if not words:
         return settings.default_model, None
     if not means_model(words[0], settings):
+        if len(words) > 1 and _LIKE_A_MODEL.fullmatch(words[0]):
+            note(f"note: no model is called {words[0]}; it is taken as part of the prompt for {settings.default_model}")
         return settings.default_model, " ".join(words)
     return words[0], " ".join(words[1:]) if len(words) > 1 else None
 
@@ -111,9 +117,15 @@ def with_turns(template: Submit, *turns: Message) -> Submit:
 
 
 def read_stdin() -> str:
-    """The whole standard input as text."""
+    """The whole standard input as text. Raises BadRequest for what no request could hold."""
+    data = sys.stdin.buffer.read(MAX_FRAME_BYTES)
+    if len(data) == MAX_FRAME_BYTES:
+        raise BadRequest(
+            f"the standard input has {MAX_FRAME_BYTES >> 20} MiB and more, which is more than a request may have",
+            hint="no context holds so much: send a part of it",
+        )
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError:
         raise BadRequest("the standard input is not UTF-8 text") from None
 

@@ -52,9 +52,11 @@ def test_clear_asks_the_daemon(cli: Cli) -> None:
 
 def test_verify(cli: Cli) -> None:
     with cli.front() as front:
-        front.answers["cache"] = {"engines": {"alpha": {"findings": []}}, "closed": [{"name": "ff", "model": "beta"}]}
+        front.answers["cache"] = {
+            "engines": {"alpha": {"findings": [], "pages": 7}}, "closed": [{"name": "ff", "model": "beta"}]
+        }
         said = cli("cache", "verify")
-        assert said.code == 0 and "alpha: sound" in said.err and "--model beta" in said.err
+        assert said.code == 0 and "alpha: 7 pages read, all sound" in said.err and "--model beta" in said.err
         front.answers["cache"] = {"engines": {"alpha": {"findings": ["slot 3: checksum"]}}, "closed": []}
         said = cli("cache", "verify", "--model", "alpha")
         assert said.code == 1 and said.out == "alpha: slot 3: checksum\n"
@@ -69,6 +71,7 @@ def test_verify(cli: Cli) -> None:
 
 def test_gc(cli: Cli) -> None:
     with cli.front() as front:
-        front.answers["cache"] = {"engines": {"alpha": {}}, "closed": []}
-        assert "alpha: done" in cli("cache", "gc").err
-        assert cli("cache", "gc", "--json").json == {"engines": {"alpha": {}}, "closed": []}
+        done = {"engines": {"alpha": {"removed_pages": 3, "freed_bytes": 2_000_000}}, "closed": []}
+        front.answers["cache"] = done
+        assert "alpha: 3 pages that nothing could reach removed, 2.0 MB given back" in cli("cache", "gc").err
+        assert cli("cache", "gc", "--json").json == done

@@ -48,9 +48,17 @@ def test_ls_of_nothing(cli: Cli) -> None:
 def test_verbs(cli: Cli, verb: str, done: str) -> None:
     with cli.front() as front:
         front.answers["prefix"] = {"model": "alpha", "pages": 4}
-        assert cli("prefix", verb, "abcdef").err == f"abcdef: 4 pages {done}\n"
+        yes = ("--yes",) if verb == "drop" else ()
+        assert cli("prefix", verb, "abcdef", *yes).err == f"abcdef: 4 pages {done}\n"
         assert front.requests[-1].args == {"action": verb, "model": None, "id": "abcdef"}
-        assert cli("prefix", verb, "abcdef", "--json").json == {"model": "alpha", "pages": 4}
+        assert cli("prefix", verb, "abcdef", *yes, "--json").json == {"model": "alpha", "pages": 4}
+
+
+def test_nothing_is_dropped_without_a_yes(cli: Cli) -> None:
+    with cli.front() as front:
+        front.answers["prefix"] = {"model": "alpha", "pages": 4}
+        assert cli("prefix", "drop", "abcdef").code == 2
+        assert not front.requests
 
 
 def test_an_id_that_nobody_knows(cli: Cli) -> None:

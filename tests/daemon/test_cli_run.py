@@ -211,12 +211,16 @@ def test_a_daemon_is_started(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_input_that_no_request_holds_is_refused_before_it_is_sent(cli: Cli) -> None:
     with cli.front() as front:
-        said = cli("run", "-", stdin=b"x" * (16 << 20))
+        said = cli("run", "alpha", "-", stdin=b"x" * (16 << 20))
         assert said.code == 2 and "16 MiB" in said.err and said.hinted
         assert not front.requests
 
 
-@pytest.mark.parametrize(("words", "noted"), [(("qwen9", "Hello"), True), (("Why", "7?"), False), (("llama3",), False)])
-def test_a_first_word_that_may_be_meant_as_a_model_is_told(cli: Cli, words: tuple[str, ...], noted: bool) -> None:
-    with cli.front():
-        assert ("no model is called" in cli("run", *words).err) == noted
+@pytest.mark.parametrize(
+    ("words", "noted"), [(["qwen9", "Hello"], True), (["Why", "7?"], False), (["llama3"], False)]
+)
+def test_a_first_word_that_may_be_meant_as_a_model_is_told(
+    cli: Cli, capsys: pytest.CaptureFixture[str], words: list[str], noted: bool
+) -> None:
+    split_words(words, load_settings({"default_model": "alpha"}))
+    assert ("no model is called" in capsys.readouterr().err) == noted

@@ -1,6 +1,7 @@
 # One door for everything; continuous integration calls the same targets.
 #   make chat PROMPT="..."   set up, fetch the default model, start the daemon, stream an answer (no PROMPT: a conversation)
 #   make test                the default suite        make test-long   the big counts
+#   make test-failed         what failed last, once more
 #   make check               ruff and mypy            make fix         what ruff can mend by itself
 #   make bench               side-by-side figures
 #   make demo                `tierd top` on a scripted load           make screenshots  the pictures of the README
@@ -16,7 +17,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
 TEST_ENV := TIERD_TEST_MODELS=$(CURDIR)/.cache/test-models MYPYPATH=$(CURDIR)/.cache/mypy-path
 
-.PHONY: chat test test-long check fix bench demo screenshots clean
+.PHONY: chat test test-long test-failed check fix bench demo screenshots clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +44,10 @@ test: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 
 test-long: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/pytest -m long --timeout=1800 --durations=15
+
+# What failed last, once more and alone: tells a test that only a busy machine breaks from one that is broken.
+test-failed: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
+	$(TEST_ENV) $(BIN)/pytest --last-failed --last-failed-no-failures none --timeout=1800
 
 check: $(VENV)/.dev-ready
 	$(BIN)/ruff check .

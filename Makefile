@@ -33,6 +33,11 @@ $(VENV)/.dev-ready: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@mkdir -p .cache/mypy-path && ln -sfn $(CURDIR) .cache/mypy-path/tierd
 	@touch $(VENV)/.run-ready $@
 
+# The clients of other projects that the long tests drive.
+$(VENV)/.sdk-ready: pyproject.toml constraints-cpu.txt | $(VENV)/.dev-ready
+	$(PIP) -e ".[dev,sdk]"
+	@touch $@
+
 .cache/test-models/smollm2-135m/manifest.json: | $(VENV)/.dev-ready
 	TIERD_MODELS_DIR=$(CURDIR)/.cache/test-models $(BIN)/tierd pull smollm2:135m
 
@@ -42,7 +47,7 @@ chat: $(VENV)/.run-ready
 test: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/pytest -m "not long" --durations=15
 
-test-long: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
+test-long: $(VENV)/.sdk-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/pytest -m long --timeout=1800 --durations=15
 
 # What failed last, once more and alone: tells a test that only a busy machine breaks from one that is broken.

@@ -83,6 +83,7 @@ class EngineProcess:
         self.stop_asked = False
         self.was_ready = False
         self.completed = 0  # generations that it brought to `done`
+        self.keep_alive: tuple[float | None] | None = None  # seconds, None in it: for ever; None: as the settings say
         self.status: dict[str, Any] = {}  # its last answer to `status`
         self._command = command
         self._changed = changed
@@ -289,7 +290,8 @@ class EngineProcess:
         if event.id == 0:
             self._handle_news(event)
         elif (inbox := self._inboxes.get(event.id)) is not None:
-            inbox.put(event)
+            if not inbox.put(event):
+                self.cancel(event.id)  # at once: whoever writes to the client may find out in a minute only
             self.completed += event.ev == "done"
         elif (future := self._calls.get(event.id)) is not None and not future.done():
             if event.ev == "result":

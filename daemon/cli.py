@@ -20,11 +20,16 @@ from tierd.daemon.errors import Aborted, BadRequest, TierdError, from_wire, sugg
 
 # Verb -> module (of this room, unless it is named whole) and function; the order is that of the help.
 VERBS = {
-    "run": "cli_run:run", "ps": "cli_use:ps", "load": "cli_use:load", "unload": "cli_use:unload",
+    "run": "cli_run:run", "batch": "cli_batch:batch",
+    "ps": "cli_use:ps", "load": "cli_use:load", "unload": "cli_use:unload",
     "pull": "cli_models:pull", "list": "cli_models:list_", "show": "cli_models:show", "rm": "cli_models:rm",
     "serve": "cli_daemon:serve", "start": "cli_daemon:start", "stop": "cli_daemon:stop",
     "status": "cli_daemon:status", "top": "tierd.tui.cli:top", "logs": "cli_daemon:logs", "resize": "cli_use:resize",
     "cache": "cli_cache:cache", "prefix": "cli_prefix:prefix",
+    "key": "cli_key:key", "service": "cli_service:service", "launch": "cli_launch:launch",
+    "completion": "cli_completion:completion",
+    "plan": "cli_plan:plan", "doctor": "cli_doctor:doctor",
+    "proxy": "cli_proxy:proxy",
     "config": "cli_config:config_", "version": "cli_config:version",
 }  # fmt: skip
 ALIASES = {"ls": "list"}
@@ -51,7 +56,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The verb in `args`; raises BadRequest for a word that is none."""
-        if args and args[0] not in {**VERBS, **ALIASES} and not args[0].startswith("-"):
+        if args and args[0] not in {**VERBS, **ALIASES} and args[0][:1] != "-" and not ctx.resilient_parsing:
             hint = suggest(args[0], [*VERBS, *ALIASES]) or "see `tierd --help`"
             raise BadRequest(f"there is no `tierd {args[0]}`", hint=hint)
         return super().resolve_command(ctx, args)

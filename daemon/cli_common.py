@@ -199,6 +199,19 @@ def written_today(writes: object) -> str:
     return human_bytes(writes["today_bytes"]) + (f" of {human_bytes(bound)}" if bound else "")
 
 
+def weights_shown(weights: object) -> str:
+    """`2.0 GB in memory, 5.1 GB on disk, read at 1.8 GB/s, 96% of its best`; `-` when nothing is known."""
+    if not isinstance(weights, dict) or "device_bytes" not in weights:
+        return "-"
+    memory = f"{human_bytes(weights['device_bytes'])} in memory"
+    if not weights.get("nvme_bytes"):
+        return memory
+    text = f"{memory}, {human_bytes(weights['nvme_bytes'])} on disk"
+    if not weights.get("bytes_per_s"):
+        return text
+    return f"{text}, read at {human_bytes(weights['bytes_per_s'])}/s, {100 * weights['peak_share']:.0f}% of its best"
+
+
 def human_seconds(seconds: float | None) -> str:
     """`5s`, `12m`, `3h`, `2d`; `-` for what is not known or never comes."""
     if seconds is None:

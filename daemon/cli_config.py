@@ -11,6 +11,7 @@ import click
 from tierd.daemon import config, paths
 from tierd.daemon.cli_common import human_bytes, json_option, print_json, print_table, settings_options
 from tierd.daemon.config_values import duration_s
+from tierd.daemon.machine import probe_machine
 from tierd.daemon.version import version as package_version
 
 
@@ -26,8 +27,8 @@ def config_() -> None:
 def show(flags: dict[str, Any], origin: bool, as_json: bool) -> None:
     """Print every setting with its value; `auto` sizes with what they mean on this machine."""
     settings, origins = config.load(flags)
-    sizes = config.resolve_sizes(settings, config.probe_machine(settings.cache_dir))
-    auto = dict(zip(("device_mem", "host_mem", "nvme_mem", "nvme_min_free"), sizes, strict=True))
+    sizes = config.resolve_sizes(settings, probe_machine(settings.cache_dir))
+    auto = dict(zip(("device_mem", "host_mem", "nvme_mem", "nvme_min_free", "weights_mem"), sizes, strict=True))
     if as_json:
         print_json(
             {

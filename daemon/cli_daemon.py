@@ -24,6 +24,7 @@ from tierd.daemon.cli_common import (
     print_table,
     settings_options,
     shown,
+    weights_shown,
     written_today,
 )
 from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound
@@ -39,7 +40,10 @@ def serve(flags: dict[str, Any]) -> None:
     from tierd.daemon import log
     from tierd.daemon.lifecycle import serve as run_daemon  # asyncio and the server: only this verb needs them
 
-    log.set_up(settings.log_level, settings.log_format, paths.log_file())
+    log.set_up(
+        settings.log_level, settings.log_format, paths.log_file(), max_bytes=settings.log_bytes,
+        kept_files=settings.log_files,
+    )  # fmt: skip
     try:
         exit_code = run_daemon(settings)
     finally:
@@ -138,6 +142,8 @@ def _show_status(state: dict[str, Any], socket: Path) -> None:
             kept = engine["writes"].get("bytes_per_token")
             each = f", {human_bytes(kept)} for a token kept" if kept else ""
             rows.append(("written", f"{written_today(engine['writes'])} today{each} ({engine.get('model', '?')})"))
+        if weights := engine.get("weights"):
+            rows.append(("weights", f"{weights_shown(weights)} ({engine.get('model', '?')})"))
         if engine.get("state") == "ready" and not engine.get("tiers"):
             rows.append(("engine", f"{engine.get('model', '?')} does not answer; its tiers are not known"))
     for name, value in rows:

@@ -15,9 +15,17 @@ POLL_S = 0.25
 
 
 def last_lines(file: Path, count: int) -> list[str]:
-    """The last lines, read from the end: the file may hold megabytes."""
-    if count == 0:
-        return []
+    """The last lines, read from the end: the file may hold megabytes. Goes back into rotated files for more."""
+    lines: list[str] = []
+    place, number = file, 0
+    while len(lines) < count and place.exists():
+        lines = _last_of(place, count - len(lines)) + lines
+        number += 1
+        place = file.with_name(f"{file.name}.{number}")
+    return lines
+
+
+def _last_of(file: Path, count: int) -> list[str]:
     with file.open("rb") as stream:
         position = stream.seek(0, os.SEEK_END)
         data = b""
@@ -42,6 +50,9 @@ def follow_lines(file: Path) -> Iterator[str]:
                 yield from (line.decode("utf-8", "replace") for line in whole)
                 continue
             if _replaced(file, stream.fileno()):
+                if data := stream.read():  # written between the last look and the rotation
+                    *whole, rest = (rest + data).split(b"\n")
+                    yield from (line.decode("utf-8", "replace") for line in whole)
                 stream.close()
                 stream, rest = file.open("rb"), b""
                 continue

@@ -31,7 +31,7 @@ from tierd.daemon.models import catalog
 @click.command()
 @click.argument("ref")
 @click.option("--name", help="Name of the prepared model.")
-@click.option("--weights", metavar="FORMAT", help="fp32, bf16, int8, int8-g32, int4-g32, or auto.")
+@click.option("--weights", metavar="FORMAT", help="fp32, bf16, int8, int8-g32, int4-g32, int5-g32, or auto.")
 @click.option("--force", is_flag=True, help="Prepare it again even if it is there.")
 @settings_options("models_dir", "cache_dir", "offline")
 @json_option

@@ -90,6 +90,7 @@ def unload(flags: dict[str, Any], model: str | None, every: bool, as_json: bool)
 @settings_options("socket")
 @click.option("--device-mem", metavar="SIZE", help="Pages beside the computation, such as 6GB.")
 @click.option("--host-mem", metavar="SIZE", help="Pages in CPU memory, 0 for no such tier.")
+@click.option("--weights-mem", metavar="SIZE", help="Weights in memory; what does not fit is streamed.")
 @click.option("--timeout", type=click.FloatRange(0, 600), default=30.0, show_default=True, help="Seconds it may take.")
 @json_option
 def resize(
@@ -97,6 +98,7 @@ def resize(
     model: str | None,
     device_mem: str | None,
     host_mem: str | None,
+    weights_mem: str | None,
     timeout: float,
     as_json: bool,
 ) -> None:
@@ -106,11 +108,11 @@ def resize(
     """
     sizes: dict[str, Any] = {
         f"{tier}_bytes": _size(f"--{tier}-mem", text)
-        for tier, text in (("device", device_mem), ("host", host_mem))
+        for tier, text in (("device", device_mem), ("host", host_mem), ("weights", weights_mem))
         if text is not None
     }
     if not sizes:
-        raise BadRequest("say what to change", hint="--device-mem 6GB, --host-mem 2GB or both")
+        raise BadRequest("say what to change", hint="for example --device-mem 6GB or --weights-mem 2GB")
     with connect(load_settings(flags)) as client:
         result = client.call("resize", model=model, timeout_s=timeout, wait_s=timeout + RESIZE_EXTRA_S, **sizes)
     if as_json:
@@ -118,7 +120,7 @@ def resize(
         return
     note(
         f"{result.get('model', model)}: {human_bytes(result.get('device_bytes'))} on the device, "
-        f"{human_bytes(result.get('host_bytes'))} in CPU memory"
+        f"{human_bytes(result.get('host_bytes'))} in CPU memory, {human_bytes(result.get('weights_bytes'))} of weights"
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from tierd.daemon.config_values import (
     existing_or_new_dir,
     host_names,
     listen_address,
+    log_size_bytes,
     model_reference,
     private_file,
     size_bytes,
@@ -36,6 +37,7 @@ from tierd.daemon.config_values import (
     web_origins,
 )
 from tierd.daemon.errors import BadConfig, suggest
+from tierd.daemon.machine import Machine, Sizes, auto_sizes, auto_weights
 from tierd.daemon.paths import cache_dir, check_socket_path, config_file, keys_file, models_dir, socket_path
 
 
@@ -75,6 +77,10 @@ class Settings:
     host_mem: int | None = field(
         default=None, metadata=_setting("bytes of pages in CPU memory, 0: no such tier (a size or auto)", size_or_auto)
     )
+    weights_mem: int | None = field(
+        default=None,
+        metadata=_setting("bytes of weights in memory; what does not fit is streamed (a size or auto)", size_or_auto),
+    )
     nvme_mem: int | None = field(
         default=None, metadata=_setting("bytes of pages on disk, 0: no such tier (a size or auto)", size_or_auto)
     )
@@ -97,6 +103,14 @@ class Settings:
         default=512, metadata=_setting("tokens computed in one step, prompts and answers together", count(16, 65536))
     )
     max_streams: int = field(default=16, metadata=_setting("answers that are written at once", count(1, 1024)))
+    speculate: str = field(
+        default="auto",
+        metadata=_setting(
+            "compute several tokens of an answer at once where it repeats itself or its prompt: auto (where it gains), "
+            "on or off",
+            choice("auto", "on", "off"),
+        ),
+    )
     max_queue: int = field(
         default=512, metadata=_setting("requests that wait before new ones are refused", count(1, 65536))
     )
@@ -112,9 +126,21 @@ class Settings:
         default="auto",
         metadata=_setting("pretty, json, or auto: pretty on a terminal", choice("auto", "pretty", "json")),
     )
+    log_bytes: int = field(
+        default=8 << 20, metadata=_setting("size of a log file from which on a new one is begun", log_size_bytes)
+    )
+    log_files: int = field(default=4, metadata=_setting("old log files that are kept", count(1, 100)))
     offline: bool = field(default=False, metadata=_setting("never use the network", boolean))
     default_model: str = field(
         default="smollm2:135m", metadata=_setting("model of `tierd run` when none is named", model_reference)
+    )
+    strip_attribution: bool = field(
+        default=True,
+        metadata=_setting(
+            "leave out of system prompts the lines that name an Anthropic client and differ in every request",
+            boolean,
+            key="compat.strip_attribution",
+        ),
     )
 
 
@@ -143,7 +169,8 @@ def setting_docs() -> list[SettingDoc]:
     for item in dataclasses.fields(Settings):
         meta = item.metadata
         key = meta["key"] or item.name
-        env, flag = "TIERD_" + key.upper(), "--" + key.replace("_", "-")
+        words = key.replace(".", "_")  # a dot is a table of the file
+        env, flag = "TIERD_" + words.upper(), "--" + words.replace("_", "-")
         docs.append(SettingDoc(item.name, key, env, flag, meta["doc"], meta["secret"], meta["parse"]))
     return docs
 
@@ -211,13 +238,22 @@ def _read_file(file: Path, *, must_exist: bool) -> dict[str, object]:
 
     try:
         with file.open("rb") as stream:
-            return tomllib.load(stream)
+            return dict(_dotted(tomllib.load(stream)))
     except FileNotFoundError:
         raise BadConfig(f"no config file at {file}", hint="check TIERD_CONFIG") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise BadConfig(f"{file} is not valid TOML: {exc}", hint="mend that line, or move the file away") from None
     except OSError as exc:
         raise BadConfig(f"cannot read {file}: {exc.strerror}", hint="check its owner and mode") from None
+
+
+def _dotted(table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Keys of a file and of the tables in it: `strip_attribution` of `[compat]` is `compat.strip_attribution`."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
 
 
 def is_loopback(host: str) -> bool:
@@ -244,91 +280,15 @@ def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
     check_socket_path(settings.socket)
 
 
-class Machine(NamedTuple):
-    """What the sizes are computed from, in bytes."""
-
-    total_ram: int
-    available_ram: int
-    free_disk: int
-
-
-class Sizes(NamedTuple):
-    """Bytes of each tier, and of the disk that stays free."""
-
-    device_bytes: int
-    host_bytes: int
-    nvme_bytes: int
-    nvme_min_free_bytes: int
-
-
-_GB = 10**9
-_MIB = 1 << 20
-
-
-def auto_sizes(total_ram: int, available_ram: int, free_disk: int) -> Sizes:
-    """Sizes that suit a machine; pure.
-
-    Both memory tiers lie in RAM, beside the weights: a quarter of what is available (at most 8 GB) for the device
-    arena, 15% (at most 16 GB) below it. The disk tier takes a tenth of the free disk (at most 50 GB), and 5% of it (at
-    most 5 GB) stay free. Under 64 MiB a tier holds too few pages to be worth its misses: the device arena never gets
-    less, and the other two turn off.
-    """
-    usable = max(0, min(available_ram, total_ram))
-    device, host = max(min(usable // 4, 8 * _GB), 64 * _MIB), min(usable * 15 // 100, 16 * _GB)
-    min_free = min(free_disk // 20, 5 * _GB)
-    nvme = min(free_disk // 10, 50 * _GB)
-    return Sizes(device, _whole(host), _whole(nvme), min_free)
-
-
-def _whole(tier_bytes: int) -> int:
-    return tier_bytes if tier_bytes >= 64 * _MIB else 0
-
-
 def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
     """The sizes to use: what was asked for, and `auto_sizes` where that is `auto`."""
     auto = auto_sizes(*machine)
-    asked = (settings.device_mem, settings.host_mem, settings.nvme_mem, settings.nvme_min_free)
-    return Sizes(*(found if wanted is None else wanted for wanted, found in zip(asked, auto, strict=True)))
-
-
-def probe_machine(cache_dir: Path) -> Machine:
-    """Measure this machine: memory (a container's limit counts), and the disk that `cache_dir` is or will be on."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    available = page * os.sysconf("SC_AVPHYS_PAGES")
-    try:
-        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # SC_AVPHYS_PAGES leaves the page cache out: a lower, safe figure
-    limit = _cgroup_left_bytes()
-    if limit is not None:
-        total, available = min(total, limit), min(available, limit)
-    place = cache_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    disk = os.statvfs(place)
-    return Machine(total, available, disk.f_bavail * disk.f_frsize)
-
-
-def total_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that a process here could take if nothing else ran: the machine's, or its container's limit."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int((root / "memory.max").read_text("ascii")))
-    except (OSError, ValueError):  # no cgroup v2 here, or the word "max"
-        return total
-
-
-def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Memory that this control group may still take; None without a limit."""
-    try:
-        limit = int((root / "memory.max").read_text("ascii"))
-        used = int((root / "memory.current").read_text("ascii"))
-    except (OSError, ValueError):  # no cgroup v2 here, or the word "max"
-        return None
-    return max(0, limit - used)
+    asked = (settings.device_mem, settings.host_mem, settings.nvme_mem, settings.nvme_min_free, settings.weights_mem)
+    sizes = Sizes(*(found if wanted is None else wanted for wanted, found in zip(asked, auto, strict=True)))
+    if settings.weights_mem is None:  # what arenas of the sizes that were asked for leave
+        usable = min(machine.available_ram, machine.total_ram)
+        sizes = sizes._replace(weights_bytes=auto_weights(usable, sizes.device_bytes, sizes.host_bytes))
+    return sizes
 
 
 def kv_root(settings: Settings) -> Path:
@@ -355,6 +315,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_streams: int = 16
     max_requests: int = 1024  # running and waiting
     nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
+    weights_bytes: int | None = None  # in memory; None: all of them
+    speculate: str = "auto"  # on, off
     nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
     log_level: str = "info"
 
@@ -384,6 +346,8 @@ def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineCo
         max_streams=settings.max_streams,
         max_requests=settings.max_streams + settings.max_queue,
         nvme_daily_writes_bytes=settings.nvme_daily_writes,
+        weights_bytes=sizes.weights_bytes,
+        speculate=settings.speculate,
         nvme_off_reason=_why_no_disk(settings, sizes),
         log_level=settings.log_level,
     )

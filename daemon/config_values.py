@@ -30,6 +30,17 @@ def size_bytes(value: object) -> int:
     raise ValueError("a size such as 6GB, 512MiB or 0")
 
 
+def log_size_bytes(value: object) -> int:
+    """Bytes of a log file: enough for a traceback, and no more than a person wants to open."""
+    try:
+        size = size_bytes(value)
+    except ValueError:
+        size = -1
+    if 64 << 10 <= size <= 1 << 30:
+        return size
+    raise ValueError("a size from 64KiB to 1GiB")
+
+
 def size_or_auto(value: object) -> int | None:
     """Bytes, or None for `auto`."""
     if isinstance(value, str) and value.strip().lower() == "auto":

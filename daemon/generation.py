@@ -119,4 +119,5 @@ class Timings(msgspec.Struct, frozen=True):
     hit_nvme: int = 0
     recomputed: int = 0
     queue_ms: float = 0.0
+    restore_ms: float = 0.0  # from admission until every page that was found could be read
     load_ms: float = 0.0  # waiting for the model to come up

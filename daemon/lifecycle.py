@@ -13,10 +13,12 @@ import signal
 import socket
 from typing import Any
 
+from tierd.daemon import keys
 from tierd.daemon.child import WORKER
 from tierd.daemon.config import Settings, is_loopback, split_listen
 from tierd.daemon.door import Door
 from tierd.daemon.errors import BadConfig, Conflict, Draining, TierdError
+from tierd.daemon.heart import Heart
 from tierd.daemon.metrics import Metrics
 from tierd.daemon.notify import notify
 from tierd.daemon.prepare import Preparer
@@ -28,6 +30,7 @@ log = logging.getLogger("tierd.daemon")
 
 MAX_FILES = 65536
 BACKLOG = 1024
+SEND_BUFFER_BYTES = 128 << 10
 # What is left of the time for stopping when engines and clients had theirs is given to the answers that still run.
 FAREWELL_S = 0.5  # the others are told, and clients read it
 FLUSH_S = 3.0  # engines make pages durable
@@ -45,7 +48,7 @@ def serve(settings: Settings, *, command: tuple[str, ...] = WORKER) -> int:
     with contextlib.ExitStack() as stack:
         door = Door(settings.socket)  # first: a second daemon must learn of the first one, not of a taken port
         stack.callback(door.close)
-        web_socket = _listen(settings.listen, settings.api_key)
+        web_socket = _listen(settings.listen, has_key=bool(settings.api_key or keys.read(settings.keys_file)))
         if web_socket is not None:
             stack.callback(web_socket.close)
         return asyncio.run(_Daemon(settings, command).run(door, web_socket))
@@ -77,21 +80,25 @@ class _Daemon:
         log.info("listening at %s", door.path)
         keep_alive = asyncio.create_task(self._supervisor.keep_alive(), name="keep-alive")
         watch = asyncio.create_task(self._watch(door), name="door")
+        heart: asyncio.Task[None] | None = None
         web: Any = None
         code = 0
         try:
             if web_socket is not None:
                 web = await self._start_web(web_socket)
             notify("READY=1\nSTATUS=ready")
+            heart = asyncio.create_task(Heart(self._supervisor).run(), name="heart")
             stop = asyncio.create_task(self._service.stop_asked.wait(), name="stop")
-            done, _ = await asyncio.wait([stop, keep_alive], return_when=asyncio.FIRST_COMPLETED)
-            if keep_alive in done:
-                log.critical("the keep-alive task died", exc_info=keep_alive.exception())
-                code = 1
+            done, _ = await asyncio.wait([stop, keep_alive, heart], return_when=asyncio.FIRST_COMPLETED)
+            for task in (keep_alive, heart):
+                if task in done:
+                    log.critical("the task %s died", task.get_name(), exc_info=task.exception())
+                    code = 1
             stop.cancel()
         finally:
-            keep_alive.cancel()
-            watch.cancel()
+            for running in (keep_alive, watch, heart):
+                if running is not None:
+                    running.cancel()
             await self._stop(web)
         return code
 
@@ -161,14 +168,15 @@ def _import_web() -> Any:
     return start
 
 
-def _listen(listen: str, api_key: str) -> socket.socket | None:
+def _listen(listen: str, *, has_key: bool) -> socket.socket | None:
     """The TCP socket of HTTP, bound before anything runs, so that a taken port is told at once."""
     if not listen:
         return None
     host, port = split_listen(listen)
-    if not is_loopback(host) and not api_key:
+    if not is_loopback(host) and not has_key:
         # The settings were checked when they were read; a daemon open to the network is worth a second look.
-        raise BadConfig(f"listening at {listen} needs an API key", hint="set TIERD_API_KEY", param="listen")
+        hint = "`tierd key add NAME` makes one"
+        raise BadConfig(f"listening at {listen} needs an API key", hint=hint, param="listen")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -176,6 +184,8 @@ def _listen(listen: str, api_key: str) -> socket.socket | None:
         raise _cannot_listen(listen, exc) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit it: a client that does not read holds so much of the kernel's memory, not megabytes.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         sock.bind(address)
         sock.listen(BACKLOG)
         sock.setblocking(False)

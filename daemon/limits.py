@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
+
+import msgspec
 
 from tierd.daemon.config_values import MIN_CONTEXT_TOKENS
 from tierd.daemon.errors import BadRequest
-from tierd.daemon.protocol import Sampling, Submit
+from tierd.daemon.protocol import Format, Message, Sampling, Submit, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_MESSAGES = 16384
@@ -18,6 +22,22 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PENALTY = 100.0
 MAX_PRIORITY = 100
 MAX_SEED = (1 << 63) - 1
+MAX_TOOLS = 128
+MAX_CALLS = 128  # in one message
+MAX_CALL_ID_CHARS = 256
+MAX_SCHEMA_DEPTH = 48  # levels of JSON; a frame and a body have a few around it
+MAX_SCHEMA_VALUES = 16384  # of one schema
+MAX_TOOL_VALUES = 65536  # of all tools together
+MAX_SCHEMA_CHARS = 256 << 10
+MAX_REGEX_CHARS = 8192
+MAX_GRAMMAR_CHARS = 64 << 10
+MAX_LOGPROBS = 20
+MAX_ANSWERS = 64  # engine streams of one request: n or best_of, times the number of prompts
+MAX_BEAMS = 32
+MAX_KEEPS = 4
+MAX_KEEP_S = 86400.0
+MAX_SALT_CHARS = 256
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_submit(submit: Submit, context_tokens: int) -> None:
@@ -28,6 +48,11 @@ def check_submit(submit: Submit, context_tokens: int) -> None:
     """
     _check_input(submit)
     _check_sampling(submit.sampling, context_tokens)
+    _check_tools(submit)
+    if submit.format is not None:
+        _check_format(submit.format)
+    _check_answers(submit)
+    _check_cache(submit)
     if submit.ctx is not None and not MIN_CONTEXT_TOKENS <= submit.ctx <= context_tokens:
         raise _bad("ctx", f"must be from {MIN_CONTEXT_TOKENS} to the model's {context_tokens} tokens, not {submit.ctx}")
     if abs(submit.priority) > MAX_PRIORITY:
@@ -44,9 +69,7 @@ def _check_input(submit: Submit) -> None:
             raise _bad("messages", "is empty")
         if len(submit.messages) > MAX_MESSAGES:
             raise _bad("messages", f"has {len(submit.messages)} entries, at most {MAX_MESSAGES} are allowed")
-        for index, message in enumerate(submit.messages):
-            if message.role not in ROLES:
-                raise _bad(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}")
+        _check_messages(submit.messages)
     elif submit.prompt is not None:
         if not submit.prompt:
             raise _bad("prompt", "is empty")
@@ -55,6 +78,133 @@ def _check_input(submit: Submit) -> None:
             raise _bad("tokens", "is empty")
         if not all(0 <= token <= MAX_TOKEN_ID for token in submit.tokens):
             raise _bad("tokens", "holds a number that is no token id")
+
+
+def _check_messages(messages: tuple[Message, ...]) -> None:
+    """Roles, what belongs to which of them, and that every answer of a tool answers a call made before."""
+    called: set[str] = set()
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message.role not in ROLES:
+            raise _bad(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+        if message.role != "assistant" and (message.tool_calls or message.thinking):
+            raise _bad(where, "has tool calls or thinking, which only an assistant has")
+        if message.role != "tool" and (message.tool_call_id or message.name):
+            raise _bad(where, "has a tool_call_id or a name, which only the answer of a tool has")
+        if message.name and not NAME.fullmatch(message.name):
+            raise _bad(f"{where}.name", f"must fit {NAME.pattern}")
+        # Dialects without ids of calls send none; an id that is sent must lead somewhere.
+        if message.tool_call_id and message.tool_call_id not in called:
+            raise _bad(f"{where}.tool_call_id", "is the id of no call in the messages before")
+        if len(message.tool_calls) > MAX_CALLS:
+            raise _bad(f"{where}.tool_calls", f"has {len(message.tool_calls)} entries, at most {MAX_CALLS} are allowed")
+        ids = {call.id for call in message.tool_calls}
+        if len(ids) != len(message.tool_calls):
+            raise _bad(f"{where}.tool_calls", "has two calls with one id")
+        called |= ids
+        for number, call in enumerate(message.tool_calls):
+            if not 1 <= len(call.id) <= MAX_CALL_ID_CHARS:
+                raise _bad(f"{where}.tool_calls[{number}].id", f"must have 1 to {MAX_CALL_ID_CHARS} characters")
+            if not NAME.fullmatch(call.name):
+                raise _bad(f"{where}.tool_calls[{number}].name", f"must fit {NAME.pattern}")
+
+
+def _check_tools(submit: Submit) -> None:
+    if len(submit.tools) > MAX_TOOLS:
+        raise _bad("tools", f"has {len(submit.tools)} entries, at most {MAX_TOOLS} are allowed")
+    if submit.tools and submit.messages is None:
+        raise _bad("tools", "need messages: a bare prompt has no place for them")
+    values = 0
+    for index, tool in enumerate(submit.tools):
+        values += _check_tool(f"tools[{index}]", tool)
+        if values > MAX_TOOL_VALUES:
+            raise _bad("tools", f"hold more than {MAX_TOOL_VALUES} values together")
+    names = {tool.name for tool in submit.tools}
+    if len(names) != len(submit.tools):
+        raise _bad("tools", "has two functions with one name")
+    choice = submit.tool_choice
+    if choice.startswith("function:"):
+        if choice.removeprefix("function:") not in names:
+            raise _bad("tool_choice", "names a function that is not among the tools")
+    elif choice not in ("auto", "none", "required"):
+        raise _bad("tool_choice", "must be auto, none, required or a function")
+    elif choice == "required" and not submit.tools:
+        raise _bad("tool_choice", "is required, and there are no tools")
+
+
+def _check_tool(where: str, tool: Tool) -> int:
+    """The number of values in its schema."""
+    if not NAME.fullmatch(tool.name):
+        raise _bad(f"{where}.name", f"must fit {NAME.pattern}")
+    return _check_schema(f"{where}.parameters", tool.parameters)
+
+
+def _check_schema(where: str, schema: dict[str, Any]) -> int:
+    """Size and depth alone: whether it is a schema that can be held to is the engine's to say. Returns its values."""
+    values = 0
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                inner.extend(value.values() if isinstance(value, dict) else value)
+        values += len(level)
+        if values + len(inner) > MAX_SCHEMA_VALUES:
+            raise _bad(where, f"holds more than {MAX_SCHEMA_VALUES} values")
+        if not inner:
+            return values
+        level = inner
+    raise _bad(where, f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+
+
+def _check_format(given: Format) -> None:
+    match given.kind:
+        case "json_object":
+            if given.source:
+                raise _bad("format.source", "must be empty for json_object")
+        case "json_schema":
+            _length("format.source", given.source, MAX_SCHEMA_CHARS)
+            try:
+                schema = msgspec.json.decode(given.source)
+            except (msgspec.DecodeError, RecursionError):
+                raise _bad("format.source", "is not JSON") from None
+            if not isinstance(schema, dict):
+                raise _bad("format.source", "is not a JSON object")
+            _check_schema("format.source", schema)
+        case "regex":
+            _length("format.source", given.source, MAX_REGEX_CHARS)
+        case "grammar":
+            _length("format.source", given.source, MAX_GRAMMAR_CHARS)
+
+
+def _check_answers(submit: Submit) -> None:
+    if not 1 <= submit.n <= MAX_ANSWERS:
+        raise _bad("n", f"must be from 1 to {MAX_ANSWERS}, not {submit.n}")
+    if submit.best_of != 1 and not submit.n <= submit.best_of <= MAX_ANSWERS:
+        raise _bad("best_of", f"must be from n to {MAX_ANSWERS}, not {submit.best_of}")
+    if not 0 <= submit.beam_width <= MAX_BEAMS:
+        raise _bad("beam_width", f"must be from 0 (off) to {MAX_BEAMS}, not {submit.beam_width}")
+    if submit.beam_width and submit.n > submit.beam_width:
+        raise _bad("n", f"must be at most the beam_width of {submit.beam_width}")
+    if submit.beam_width and submit.best_of > 1:
+        raise _bad("best_of", "and beam_width exclude each other")
+    if submit.logprobs is not None and not 0 <= submit.logprobs <= MAX_LOGPROBS:
+        raise _bad("logprobs", f"must be from 0 to {MAX_LOGPROBS}, not {submit.logprobs}")
+
+
+def _check_cache(submit: Submit) -> None:
+    if submit.suffix is not None and submit.prompt is None:
+        raise _bad("suffix", "needs a prompt of text")
+    if len(submit.salt) > MAX_SALT_CHARS:
+        raise _bad("salt", f"has {len(submit.salt)} characters, at most {MAX_SALT_CHARS} are allowed")
+    if len(submit.keep) > MAX_KEEPS:
+        raise _bad("keep", f"has {len(submit.keep)} entries, at most {MAX_KEEPS} are allowed")
+    if submit.keep and submit.messages is None:
+        raise _bad("keep", "needs messages")
+    for keep in submit.keep:
+        if not 0 <= keep.messages <= len(submit.messages or ()):
+            raise _bad("keep", f"names {keep.messages} messages, there are {len(submit.messages or ())}")
+        _within("keep.ttl_s", keep.ttl_s, 0.0, MAX_KEEP_S)
 
 
 def _check_sampling(sampling: Sampling, context_tokens: int) -> None:
@@ -88,6 +238,11 @@ def _check_sampling(sampling: Sampling, context_tokens: int) -> None:
         if not 0 <= token <= MAX_TOKEN_ID:
             raise _bad("logit_bias", f"{token} is no token id")
         _within("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+
+
+def _length(name: str, text: str, most: int) -> None:
+    if not 1 <= len(text) <= most:
+        raise _bad(name, f"must have 1 to {most} characters, not {len(text)}")
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

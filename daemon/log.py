@@ -13,13 +13,14 @@ import logging.handlers
 import os
 import sys
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
 from tierd.daemon.errors import PermissionDenied
 from tierd.daemon.paths import make_private_dir
 
-MAX_FILE_BYTES = 8 << 20
+MAX_FILE_BYTES = 8 << 20  # the defaults of the settings
 KEPT_FILES = 4
 ROOT = "tierd"
 
@@ -74,11 +75,28 @@ def _printable(value: object) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def set_up(level: str, style: str, file: Path | None, stream: TextIO | None = None) -> logging.Logger:
+class _PrivateFile(logging.handlers.RotatingFileHandler):
+    """Rotates, and makes each file with its mode: the umask decides nothing."""
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return open(os.open(self.baseFilename, flags, 0o600), "a", encoding=self.encoding)
+
+
+def set_up(
+    level: str,
+    style: str,
+    file: Path | None,
+    stream: TextIO | None = None,
+    *,
+    max_bytes: int = MAX_FILE_BYTES,
+    kept_files: int = KEPT_FILES,
+) -> logging.Logger:
     """Send the records of all `tierd.*` loggers to one place; returns their common parent.
 
     `style`: pretty, json or auto (pretty when the stream is a terminal). With `auto` or `json` and no terminal the
-    lines go as JSON to `file` (rotated at 8 MiB, four old ones kept, mode 0600), or to the stream when `file` is None.
+    lines go as JSON to `file` (mode 0600), or to the stream when `file` is None. A file that has `max_bytes` becomes
+    `.1`, and that `.2`, up to `kept_files`.
     A second call replaces the first one's handler. Raises PermissionDenied when the file cannot be written.
     """
     stream = stream if stream is not None else sys.stderr
@@ -88,7 +106,10 @@ def set_up(level: str, style: str, file: Path | None, stream: TextIO | None = No
         handler = logging.StreamHandler(stream)
         handler.setFormatter(PrettyFormatter(colour=on_terminal and not os.environ.get("NO_COLOR")))
     else:
-        handler = _file_handler(file) if file is not None and not on_terminal else logging.StreamHandler(stream)
+        if file is not None and not on_terminal:
+            handler = _file_handler(file, max_bytes, kept_files)
+        else:
+            handler = logging.StreamHandler(stream)
         handler.setFormatter(JsonFormatter())
     logger = logging.getLogger(ROOT)
     tear_down(logger)
@@ -106,14 +127,10 @@ def tear_down(logger: logging.Logger | None = None) -> None:
         handler.close()
 
 
-def _file_handler(file: Path) -> logging.Handler:
+def _file_handler(file: Path, max_bytes: int, kept_files: int) -> logging.Handler:
     make_private_dir(file.parent)
     try:
-        # Made with its mode before the handler opens it: the umask decides nothing.
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600))
-        return logging.handlers.RotatingFileHandler(
-            file, maxBytes=MAX_FILE_BYTES, backupCount=KEPT_FILES, encoding="utf-8"
-        )
+        return _PrivateFile(file, maxBytes=max_bytes, backupCount=kept_files, encoding="utf-8")
     except OSError as exc:
         hint = "set TIERD_STATE_DIR to another directory"
         raise PermissionDenied(f"cannot write the log {file}: {exc.strerror}", hint=hint) from exc

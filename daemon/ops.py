@@ -70,6 +70,7 @@ class _Resize(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     model: str | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
+    weights_bytes: int | None = None
     timeout_s: float = RESIZE_S
 
 

@@ -19,7 +19,8 @@ from tierd.daemon.errors import BadRequest, ProtocolError, TierdError, Unsupport
 from tierd.daemon.generation import Format as Format
 from tierd.daemon.generation import Keep as Keep
 from tierd.daemon.generation import Message as Message
-from tierd.daemon.generation import Sampling, Submit
+from tierd.daemon.generation import Sampling as Sampling
+from tierd.daemon.generation import Submit as Submit
 from tierd.daemon.generation import Timings as Timings
 from tierd.daemon.generation import Tool as Tool
 from tierd.daemon.generation import ToolCall as ToolCall
@@ -44,7 +45,8 @@ class Request(msgspec.Struct, omit_defaults=True):
 class Event(msgspec.Struct, omit_defaults=True):
     """An answer frame. Under id 0 it is about the connection or the engine itself, not about a request.
 
-    `ev`: `accepted` {prompt_tokens, cached_tokens}; `text` {text, tokens} and, where there is something to say,
+    `ev`: `accepted` {prompt_tokens, cached_tokens, and for a request with `keep` how much of the prompt each of them
+    covers: keep_tokens [...]}; `text` {text, tokens} and, where there is something to say,
     `thinking` (text of the model's reasoning), `calls` [{index, id, name, arguments}: pieces of tool calls, id and
     name only in the first of a call], `logprobs` [{token, text, bytes, logprob, top: [{token, text, bytes, logprob}]}:
     one for each of `tokens`], `choice` (which of several answers); `choice` {choice, finish, stop}: one of several

@@ -33,6 +33,7 @@ class Live:
         self.deaths = 0  # engines that died under it
         self.barren_deaths = 0  # of those, in a row, without one new token before
         self._tokens_at_death = 0
+        self._logprob = self._logprob_at_death = 0.0  # of the tokens that the client has, where it was asked for
         self.accepted: dict[str, Any] | None = None
 
     def send(self, now_s: float) -> Submit:
@@ -46,6 +47,7 @@ class Live:
         self.deaths += 1
         self.barren_deaths = self.barren_deaths + 1 if len(self.tokens) == self._tokens_at_death else 1
         self._tokens_at_death = len(self.tokens)
+        self._logprob_at_death = self._logprob
 
     def take(self, event: Event, now_s: float) -> Event | None:
         """Account for an event of the engine; None when the client must not see it (a second `accepted`)."""
@@ -59,6 +61,7 @@ class Live:
                 if self.first_text_s is None:
                     self.first_text_s = now_s
                 self.tokens.extend(event.data["tokens"])
+                self._logprob += sum(entry["logprob"] for entry in event.data.get("logprobs", ()))
                 return event
             case "done":
                 return Event(event.id, "done", self._measured(event.data))
@@ -94,6 +97,8 @@ class Live:
             usage["cached_tokens"] = min(usage.get("cached_tokens", 0), self.accepted.get("cached_tokens", 0))
             if self.first_text_s is not None and self.sent_s is not None:
                 timings["ttft_ms"] = round((self.first_text_s - self.sent_s) * 1e3, 3)
+        if "logprob_sum" in data:  # the last engine counted what it drew itself
+            data = {**data, "logprob_sum": data["logprob_sum"] + self._logprob_at_death}
         return {**data, "usage": usage, "timings": timings}
 
 

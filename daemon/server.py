@@ -20,8 +20,7 @@ from tierd.daemon.door import peer_uid
 from tierd.daemon.errors import BadRequest, InternalError, ProtocolError, TierdError, TooBusy
 from tierd.daemon.inbox import SlowReader
 from tierd.daemon.protocol import Event, FrameDecoder, Request, encode, to_request, to_submit
-from tierd.daemon.service import Service, failure
-from tierd.daemon.stream import Stream
+from tierd.daemon.service import Generation, Service, failure
 
 log = logging.getLogger("tierd.server")
 
@@ -106,7 +105,7 @@ class _Connection:
         self._service = service
         self._writer = writer
         writer.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Generation] = {}
         self._open: set[int] = set()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:

@@ -12,13 +12,14 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tierd.daemon import kv_quota, limits
 from tierd.daemon.child import EngineProcess, EngineState
+from tierd.daemon.choices import Choices, answers_of
 from tierd.daemon.config import Settings, kv_root
 from tierd.daemon.errors import (
     BadRequest,
@@ -41,7 +42,7 @@ from tierd.daemon.protocol import TERMINAL, Event, Submit
 from tierd.daemon.resume import Live
 from tierd.daemon.stream import LOAD_TIMEOUT_S, Stream
 from tierd.daemon.supervisor import Model, Supervisor
-from tierd.daemon.tenants import Tenants
+from tierd.daemon.tenants import Allowance, Tenants
 from tierd.daemon.version import version
 
 log = logging.getLogger("tierd.service")
@@ -50,6 +51,7 @@ STOP_TIMEOUT_S = 9.5  # after a signal
 STATUS_TIMEOUT_S = 0.25  # `status` answers at once, with the last figures when an engine is slow
 CALL_TIMEOUT_S = 60.0
 CACHE_TIMEOUT_S = 600.0  # verifying reads every page of the disk tier
+Generation = Stream | Choices  # from its submission to its terminal event
 _REFUSALS = (BadRequest, NotFound, Conflict, TryLater, Unauthorized, PermissionDenied)
 
 
@@ -66,41 +68,56 @@ class Service:
         self.http_address = ""  # what HTTP really listens on
         self._supervisor = supervisor
         self._started_s = time.monotonic()
-        self._live: dict[int, Stream] = {}
+        self._live: dict[int, Generation] = {}
         self._ids = itertools.count(1)
         self._manifests: dict[str, tuple[tuple[int, int], int]] = {}
 
     # -- generations -----------------------------------------------------------------------------------------------
 
-    def submit(self, submit: Submit, tenant: str = "") -> Stream:
+    def submit(self, submit: Submit | Sequence[Submit], tenant: str = "") -> Generation:
         """Check a request; nothing runs until `run` is iterated. Raises TierdError when it is refused.
 
-        `tenant`: in whose name; two tenants never share a page.
+        Several submits are several prompts of one request, for one model. `tenant`: in whose name; two tenants never
+        share a page.
         """
         if self.draining:
             raise Draining()
-        bound = self.settings.max_streams + self.settings.max_queue
-        if len(self._live) >= bound:
-            raise TooBusy(f"{bound} requests run or wait already", hint="try again in a moment, or raise max_queue")
-        live_of_tenant = sum(stream.live.submit.tenant == tenant for stream in self._live.values())
-        allowance = self.tenants.admit(tenant, live_of_tenant)
-        model, context_tokens = self._find(submit.model)
-        limits.check_submit(submit, context_tokens)
-        submit = msgspec.structs.replace(submit, tenant=tenant, quota_pages=allowance.pages)
-        return Stream(self._supervisor, model, Live(next(self._ids), submit, time.monotonic()))
+        submits = [submit] if isinstance(submit, Submit) else list(submit)
+        model, context_tokens = self._find(submits[0].model)
+        for one in submits:
+            limits.check_submit(one, context_tokens)
+        allowance = self._admit(sum(map(answers_of, submits)), tenant)
+        submits = [msgspec.structs.replace(one, tenant=tenant, quota_pages=allowance.pages) for one in submits]
+        live_id = next(self._ids)
+        if len(submits) == 1 and answers_of(submits[0]) == 1:
+            return Stream(self._supervisor, model, Live(live_id, submits[0], time.monotonic()))
+        return Choices(self._supervisor, model, live_id, submits)
 
-    async def run(self, stream: Stream, door: str) -> AsyncGenerator[Event, None]:
+    def _admit(self, width: int, tenant: str) -> Allowance:
+        """Room for that many engine streams more. Raises TooBusy, QuotaExceeded, BadRequest for what never fits."""
+        bound = self.settings.max_streams + self.settings.max_queue
+        most = min(bound, limits.MAX_ANSWERS)
+        if width > most:
+            raise BadRequest(f"{width} answers are asked for at once, at most {most} are possible", param="n")
+        if sum(stream.width for stream in self._live.values()) + width > bound:
+            raise TooBusy(f"{bound} requests run or wait already", hint="try again in a moment, or raise max_queue")
+        live = sum(stream.width for stream in self._live.values() if stream.live.submit.tenant == tenant)
+        return self.tenants.admit(tenant, live + width - 1)
+
+    async def run(self, stream: Generation, door: str) -> AsyncGenerator[Event, None]:
         """Events of an admitted request; the last one is its only terminal event. Raises SlowReader alone.
 
         Closing the iterator, or cancelling its task, cancels the generation.
         """
         live, outcome, usage = stream.live, "aborted", None
+        timings: Mapping[str, float] = {}
         self._live[live.id] = stream
         try:
             async with contextlib.aclosing(stream.events()) as events:
                 async for event in events:
                     if event.ev in TERMINAL:
                         outcome, usage = event.ev, event.data.get("usage")
+                        timings = event.data.get("timings", timings)
                     yield event
         except TierdError as exc:
             event = failure(live.id, exc, accepted=live.accepted is not None)
@@ -118,7 +135,8 @@ class Service:
             self._supervisor.changed.notify()  # `drain` counts them
             seen = {"door": door, "model": stream.model.name, "tokens": len(live.tokens), "deaths": live.deaths}
             log.info("request %d: %s", live.id, outcome, extra=seen)
-            self.metrics.ended(door, outcome, usage or live.usage(), deaths=live.deaths, ttft_s=ttft_s)
+            usage = usage or live.usage()
+            self.metrics.ended(door, outcome, usage, deaths=live.deaths, ttft_s=ttft_s, timings=timings)
 
     @property
     def live(self) -> int:
@@ -161,6 +179,10 @@ class Service:
             **catalog.summary(manifest),
         }
 
+    def context_tokens(self, ref: str) -> int:
+        """The context that is served of a model. Raises ModelNotFound."""
+        return self._find(ref)[1]
+
     async def load(self, ref: str) -> dict[str, Any]:
         """Bring a model up. Returns what its engine said when it was ready."""
         model, _ = self._find(ref)
@@ -184,6 +206,10 @@ class Service:
             while self._supervisor.engines.get(name) is engine:
                 await self._supervisor.changed.wait(1.0)
         return {"unloaded": list(ending)}
+
+    def keep_loaded(self, ref: str, seconds: float | None) -> None:
+        """How long a loaded model stays when nobody uses it: 0 unloads it when it is idle, None is for ever."""
+        self._supervisor.keep_loaded(self._find(ref)[0].name, seconds)
 
     async def tokenize(self, ref: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """Token ids of a text or of messages."""
@@ -299,6 +325,7 @@ class Service:
             "waiting": engine.status.get("waiting", 0) if engine.streams else 0,
             "notices": list(engine.notices),
             "writes": engine.status.get("writes", {}),
+            "weights": engine.status.get("weights", {}),
         }
 
     # -- inside ----------------------------------------------------------------------------------------------------

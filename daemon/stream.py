@@ -35,6 +35,8 @@ class Stream:
     Threading: for one event loop.
     """
 
+    width = 1  # engine streams
+
     def __init__(self, supervisor: Supervisor, model: Model, live: Live) -> None:
         self.live = live
         self.model = model
@@ -70,6 +72,9 @@ class Stream:
                 return
             except EngineLost:
                 self.live.lost()
+                if self.live.submit.beam_width and self.live.tokens:
+                    # They are told at the end and at once; a second search would tell them again.
+                    raise EngineFailed("the engine died while it told the beams", hint=LOGS_HINT) from None
                 if self.live.barren_deaths >= MAX_BARREN_DEATHS:
                     raise EngineFailed(
                         f"the engine died {MAX_BARREN_DEATHS} times while it worked on this request: "

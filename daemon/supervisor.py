@@ -176,19 +176,28 @@ class Supervisor:
                 log.error("the engine of %s has said nothing for %.0f s", engine.model, START_SILENCE_S)
                 engine.kill()
             return left_s if left_s > 0 else IDLE_WAKE_S
-        if self._keep_alive_s is None or not self._is_idle(engine):
+        keep_alive_s = self._keep_alive_of(engine)
+        if keep_alive_s is None or not self._is_idle(engine):
             return IDLE_WAKE_S  # the end of its use is a change
-        left_s = engine.last_use_s + self._keep_alive_s - now_s
+        left_s = engine.last_use_s + keep_alive_s - now_s
         if left_s <= 0:
-            log.info("unloading %s: idle for %.0f s", engine.model, self._keep_alive_s)
+            log.info("unloading %s: idle for %.0f s", engine.model, keep_alive_s)
             self._stop(engine, FLUSH_S)
         return left_s if left_s > 0 else IDLE_WAKE_S
 
     def expires_in_s(self, engine: EngineProcess) -> float | None:
         """Seconds until an engine is unloaded if nobody uses it; None for never."""
-        if self._keep_alive_s is None:
-            return None
-        return max(0.0, self._keep_alive_s - self.idle_s(engine))
+        keep_alive_s = self._keep_alive_of(engine)
+        return None if keep_alive_s is None else max(0.0, keep_alive_s - self.idle_s(engine))
+
+    def keep_loaded(self, name: str, seconds: float | None) -> None:
+        """How long an engine stays when nobody uses it, until it ends or is told otherwise; None: for ever."""
+        if (engine := self.engines.get(name)) is not None:
+            engine.keep_alive = (seconds,)
+            self.changed.notify()
+
+    def _keep_alive_of(self, engine: EngineProcess) -> float | None:
+        return self._keep_alive_s if engine.keep_alive is None else engine.keep_alive[0]
 
     @staticmethod
     def idle_s(engine: EngineProcess) -> float:

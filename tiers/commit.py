@@ -38,6 +38,27 @@ class Committer:
                 self.collisions += 1
         lease.reached = max(lease.reached, len(tokens))
 
+    def adopt(self, lease: Lease, tokens: Sequence[int], use: Callable[[Node], None]) -> int:
+        """See `Pager.adopt`. `use` pins a page for the lease."""
+        size, before = lease.page_tokens, len(lease.nodes)
+        while (len(lease.nodes) + 1) * size < len(tokens):
+            start = len(lease.nodes) * size
+            packed = pack_tokens(tokens[start : start + size])
+            parent = lease.nodes[-1].key if lease.nodes else lease.root
+            node = self._residency.index.get(page_key(parent, packed))
+            if node is None or not node.readable or node.packed != packed or node.parent != parent:
+                break
+            use(node)
+            lease.origins += [None] * (len(lease.nodes) - len(lease.origins))
+            lease.origins.append(node.nearest)
+            lease.nodes.append(node)
+            if lease.private:
+                self._residency.device.drop(lease.private.pop(0))
+            lease.tail_tokens = 0  # what was copied of this page, or of none
+            lease.changes += 1
+        lease.reached = max(lease.reached, len(lease.nodes) * size)
+        return len(lease.nodes) - before
+
     def give_slot(self, lease: Lease, page: int) -> None:
         """Gives the lease a free device slot, which there must be, to write a page to."""
         slot = self._residency.device.alloc(SlotState.PRIVATE)
@@ -80,6 +101,8 @@ class Committer:
         node = self._know(parent, rest, slot)
         if node is not None and node.device == slot:
             del lease.private[0]
+            if lease.share is not None:
+                lease.share.take(node)
             for other in self._residency.index.dominated_by(node):
                 self._residency.settle(other)
 
@@ -96,6 +119,8 @@ class Committer:
         if node is None:
             return False
         self._residency.pin(node)
+        if lease.share is not None:
+            lease.share.take(node)
         if node.device != slot:
             self._residency.device.drop(slot)
         del lease.private[0]

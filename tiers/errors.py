@@ -7,6 +7,7 @@ TierError
 ├── MoverClosed         the mover stopped: the job did not run
 ├── JobCancelled        its submitter took the job back before it ran
 ├── PageLost            the bytes of one page can't be trusted or are gone: a miss, recompute it
+├── WeightsLost         a record of weights can't be read, or isn't what was imported: the step can't be computed
 ├── StagingLost         pages that a step reads from the store as it goes did not come: recompute them
 └── StoreError
     ├── StoreLocked     another process owns the store directory
@@ -89,6 +90,18 @@ class StagingLost(TierError):
         super().__init__(f"{len(keys)} staged pages did not come: {detail}")
         self.keys = tuple(keys)
         self.bad = dict(bad or {})
+
+
+class WeightsLost(TierError):
+    """A record of weights can't be read, or is not what was imported. Nothing replaces it.
+
+    Attributes:
+        record: its name.
+    """
+
+    def __init__(self, record: str, detail: str) -> None:
+        super().__init__(f"weights {record}: {detail}")
+        self.record = record
 
 
 class StoreError(TierError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ import numpy.typing as npt
 from tierd.tiers.mover import Job
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import NOWHERE, Node
+
+if TYPE_CHECKING:
+    from tierd.tiers.shares import Share
 
 Addresses = npt.NDArray[np.int64]
 
@@ -77,6 +81,7 @@ class Lease:
         absent: places of known pages that can't be read yet.
         reached: tokens that were found or computed, without regard to absent pages before them.
         tail: a partial page in flight or not started; once arrived it is the first private page.
+        share: what its pages count for, when its tenant has a bound.
         unkeyed: a key collided: the rest of this sequence stays private.
         lost: something that was found did not arrive.
         next_load: places above this one are loaded, on their way or given up.
@@ -89,12 +94,13 @@ class Lease:
 
     __slots__ = (
         "__weakref__", "absent", "changes", "deadline_s", "filling", "loading", "lost", "next_load", "nodes", "origins",
-        "page_tokens", "private", "reached", "root", "state", "streamed", "table", "table_version", "tail",
+        "page_tokens", "private", "reached", "root", "share", "state", "streamed", "table", "table_version", "tail",
         "tail_origin", "tail_tokens", "unkeyed",
     )  # fmt: skip
 
     def __init__(self, root: PageKey, page_tokens: int) -> None:
         self.root = root
+        self.share: Share | None = None
         self.page_tokens = page_tokens
         self.state = LeaseState.MATCHED
         self.nodes: list[Node] = []

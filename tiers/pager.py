@@ -19,6 +19,7 @@ from tierd.tiers.prefix import Leaving, Node, PrefixIndex
 from tierd.tiers.promote import Promoter
 from tierd.tiers.residency import Residency
 from tierd.tiers.resize import Resizer
+from tierd.tiers.shares import Shares
 from tierd.tiers.stats import PagerStats, collect, page_map
 from tierd.tiers.store import Store
 from tierd.tiers.writeback import Writeback
@@ -77,6 +78,7 @@ class Pager:
         self.tables = PageTables(self.residency, self.promoter)
         self.committer = Committer(self.residency, self.writeback, self.promoter, self.page_time)
         self.resizer = Resizer(self)
+        self.shares = Shares(self.residency)
         self.leases: set[Lease] = set()
         self.clock = clock
         self._events = events
@@ -130,7 +132,15 @@ class Pager:
                 return count
         return len(keys)
 
-    def match(self, tokens: Sequence[int], salt: bytes = b"", *, again: bool = False) -> Lease:
+    def match(
+        self,
+        tokens: Sequence[int],
+        salt: bytes = b"",
+        *,
+        again: bool = False,
+        tenant: bytes = b"",
+        quota_pages: int = 0,
+    ) -> Lease:
         """A lease on the longest known run at the start of `tokens`, pinned before this returns.
 
         It covers at most `len(tokens) - 1` tokens, for one must be computed to go on. Beyond the last whole page the
@@ -138,6 +148,7 @@ class Pager:
         device slot can be had for it. Loads and copies start with `fetch`.
 
         With `again`, for a sequence that had to give its pages back, this is no new use of them, and not counted.
+        `quota_pages` bounds what this tenant may have in the cache (`shares`), 0 is no bound.
         """
         now_s = self.page_time()
         lease = Lease(salted_root(self.root, salt), self.page_tokens)
@@ -147,6 +158,8 @@ class Pager:
             lease.origins.append(node.nearest)
             if not node.readable:
                 lease.absent.add(place)
+        lease.share = self.shares.of(tenant, quota_pages, lease.root)
+        self.shares.used(lease.share, found)
         lease.nodes = found
         lease.reached = len(found) * self.page_tokens
         if source is not None:
@@ -196,16 +209,19 @@ class Pager:
             node = lease.nodes[page] if page < len(lease.nodes) else None
             if node is not None and (node.readable or node.computer not in (None, lease)):
                 return False
-        if self.device.num_free < len(wanted):
-            self.evictor.make_room(len(wanted), spill=True)
-            if self.device.num_free < len(wanted):
-                self._starved = True
-                return False
-        self._starved = False
+        if not self.make_room(len(wanted)):
+            return False
         for page in wanted:
             self.committer.give_slot(lease, page)
         lease.changes += 1
         return True
+
+    def make_room(self, slots: int) -> bool:
+        """Whether so many device slots are free; if not, evictions were started: ask again after `poll`."""
+        if self.device.num_free < slots:
+            self.evictor.make_room(slots, spill=True)
+        self._starved = self.device.num_free < slots
+        return not self._starved
 
     def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Names every page of the lease that `tokens` fills: it becomes shareable and is queued for write-behind.
@@ -218,6 +234,18 @@ class Pager:
         """
         self._require_live(lease)
         self.committer.commit(lease, tokens)
+
+    def adopt(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """Goes on with pages that others have computed since, as far as they lie in memory; returns how many.
+
+        They count as found, and take the place of pages that the lease was writing. `tokens` as in `match`. Nothing
+        happens while something that was found is still to come.
+        """
+        self._require_live(lease)
+        if not lease.ready or lease.unkeyed:
+            return 0
+        now_s = self.page_time()
+        return self.committer.adopt(lease, tokens, lambda node: self._use(node, now_s))
 
     def release(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Ends the lease. Every full page and the partial tail of `tokens` stay as cache. Ended already: nothing.
@@ -244,6 +272,8 @@ class Pager:
             self.residency.unpin(node)
         for slot in lease.private:
             self.device.drop(slot)
+        self.shares.used(lease.share, lease.nodes)
+        self.shares.trim(lease.share)
         lease.nodes, lease.private, lease.absent = [], [], set()
         self.leases.discard(lease)
         self._starved = False
@@ -252,19 +282,20 @@ class Pager:
     def fork(self, lease: Lease, tokens: Sequence[int]) -> Lease:
         """A second lease that continues `tokens`: full pages are shared, the partial one is copied.
 
-        The fork is ready after `poll` if there was a partial page to copy. If no device slot was free for it, the fork
-        covers the full pages only (`num_tokens` says so). Raises ValueError for a lease that is not ready, and for
-        `tokens` that are less than its pages with a key hold.
+        `make_room` first: there must be a free device slot if there is a partial page. The fork is ready after `poll`
+        then. A copy that fails leaves it with the full pages only (`reached` says so). Raises ValueError for a lease
+        that is not ready, and for `tokens` that are less than its pages with a key hold.
         """
         self._require_live(lease)
         if not lease.ready or len(tokens) < len(lease.nodes) * self.page_tokens:
             raise ValueError(f"{lease} can't be forked after {len(tokens)} tokens: it is not ready, or holds more")
         self.commit(lease, tokens)
         twin = Lease(lease.root, self.page_tokens)
+        twin.share = lease.share
         now_s = self.page_time()
         twin.nodes = list(lease.nodes)
         for node in twin.nodes:
-            self._use(node, now_s)
+            self._use(node, now_s, again=True)  # the same request: no sign that others want the page
         twin.origins = [node.nearest for node in twin.nodes]
         twin.reached = len(twin.nodes) * self.page_tokens
         rest = len(tokens) - twin.reached
@@ -280,6 +311,8 @@ class Pager:
         for completion in done:
             completion.job.on_done(completion)
         changed = bool(done)
+        if done:
+            self.shares.settle()
         self.promoter.tell_damage(now_s)
         if self.promoter.fetching:
             changed |= self.promoter.poll(now_s)

@@ -15,6 +15,7 @@ from tierd.tiers.page import PageKey, Tier
 
 if TYPE_CHECKING:
     from tierd.tiers.lease import Lease, Load
+    from tierd.tiers.shares import Share
 
 # A popular prefix can have thousands of continuations. The newest of them are looked at for a partial match; beyond
 # that a scan (0.1 us each) would cost more than it finds.
@@ -49,13 +50,14 @@ class Node:
         writing: a write to the store is in flight.
         kids: known children that stay in each tier (by `Tier`). A page with such children is not evicted from there.
         last_use_s, hits: for the policy.
+        share: what it counts for, when its tenant has a bound.
         queued: bits of the victim heaps that hold it.
         alive: it is in the index. A lease may still hold a node that is not.
     """
 
     __slots__ = (
         "alive", "computer", "depth", "device", "durable", "hits", "host", "kept", "key", "kids", "last_use_s",
-        "leaving", "load", "moves", "packed", "parent", "pins", "queued", "writing",
+        "leaving", "load", "moves", "packed", "parent", "pins", "queued", "share", "writing",
     )  # fmt: skip
 
     def __init__(self, key: PageKey, parent: PageKey, packed: bytes, depth: int = 0) -> None:
@@ -76,6 +78,7 @@ class Node:
         self.kids = [0, 0, 0]
         self.last_use_s = 0.0
         self.hits = 0
+        self.share: Share | None = None
         self.queued = 0
         self.alive = False
 
@@ -185,6 +188,8 @@ class PrefixIndex:
             raise AssertionError(f"{node} can't be forgotten")
         del self.nodes[node.key]
         node.alive = False
+        if node.share is not None:
+            node.share.lose(node)
         siblings = self._children[node.parent]
         if isinstance(siblings, Node):
             del self._children[node.parent]

@@ -1,22 +1,29 @@
-"""Known prefixes as a person sees them: the tree of pages, each run without a branch one line; pinned and dropped."""
+"""Known prefixes as a person sees them: the tree of pages, each run without a branch one line; pinned and dropped.
+
+And kept for a while, as requests ask for it: such a pin ends by itself, and makes room for one by hand.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
-from tierd.tiers.keys import unpack_tokens
+from tierd.tiers.keeps import Keeps
+from tierd.tiers.keys import KEY_BYTES, unpack_tokens
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import Node
 
 if TYPE_CHECKING:
     from tierd.tiers.pager import Pager
+    from tierd.tiers.shares import Share
 
 FILE_NAME = "pinned.json"  # in the directory of a store
 MIN_ID_DIGITS = 4
@@ -37,7 +44,7 @@ class PrefixInfo:
         device, host, nvme: pages of the whole way with a copy there.
         hits: of the last page: how often it was used since it was computed.
         idle_s: since its last use.
-        pinned: the user wants all of the way kept.
+        pinned: the user, or a request, wants all of the way kept.
         in_use: a running request has its last page.
         head: the first tokens of this run, at most `PREVIEW_TOKENS`.
     """
@@ -86,12 +93,16 @@ class Prefixes:
     Args:
         pager: whose pages.
         file: where pins are kept; None to keep them for the life of the process.
+        wall: seconds since 1970.
     """
 
-    def __init__(self, pager: Pager, file: Path | None) -> None:
+    def __init__(self, pager: Pager, file: Path | None, wall: Callable[[], float] = time.time) -> None:
         self._pager = pager
         self._file = file
-        self._pinned: set[PageKey] = _read(file)
+        self._wall = wall
+        self._pinned, until_s = _read(file)
+        self._keeps = Keeps(until_s, wall())
+        self._kept_pages = 0
         self._mark()
 
     def listing(self, limit: int) -> tuple[list[PrefixInfo], int]:
@@ -129,15 +140,18 @@ class Prefixes:
         """
         self._forget_gone()
         node = self._find(prefix)
+        self._mark()
         way = self._way(node)
-        kept = sum(known.kept for known in self._pager.index.nodes.values())
+        pager, room = self._pager, self._room()
         more = sum(not known.kept for known in way)
-        pager = self._pager
-        largest = max(pager.device.slots, pager.host.slots, pager.residency.store_slots)
-        if kept + more > largest * _KEPT_SHARE:
+        while self._kept_pages + more > room and (soonest := self._keeps.soonest()) is not None:
+            self._keeps.drop({soonest})
+            self._mark()
+            more = sum(not known.kept for known in way)
+        if self._kept_pages + more > room:
             raise TierFull(
-                f"{kept} pages are pinned and {more} more would be more than half of the {largest} pages of the "
-                "largest tier"
+                f"{self._kept_pages} pages are pinned and {more} more would be more than half of the {2 * room} pages "
+                "of the largest tier"
             )
         self._pinned.add(node.key)
         self._mark()
@@ -146,6 +160,32 @@ class Prefixes:
             if not known.durable:
                 pager.writeback.add(known)
         return len(way)
+
+    def keep(self, node: Node, ttl_s: float) -> bool:
+        """Keeps every page up to this one for so long, or longer if that was wished before.
+
+        A wish, no order: when pins leave too little room for work, nothing happens. True when it holds.
+        """
+        if not node.alive:
+            return False
+        way = list(itertools.takewhile(lambda known: not known.kept, self._upwards(node)))
+        if self._kept_pages + len(way) > self._room() or ttl_s <= 0.0 or _is_over(node.share, len(way)):
+            return False
+        if self._keeps.add(node.key, ttl_s, self._wall()):
+            for known in way:
+                known.kept = True
+                self._pager.residency.settle(known)
+                if not known.durable:
+                    self._pager.writeback.add(known)
+            self._kept_pages += len(way)
+            self._write()
+        return True
+
+    def expire(self) -> None:
+        """Ends the wishes whose time is over. Cheap when there is none."""
+        if self._keeps.expire(self._wall()):
+            self._mark()
+            self._write()
 
     def unpin(self, prefix: str) -> int:
         """Lets go of a prefix that was pinned, and of pinned ones that go on from it; returns how many pages.
@@ -156,13 +196,13 @@ class Prefixes:
         node = self._find(prefix)
         below = {known.key for known in self._subtree(node)}
         released = self._pinned & below
-        if not released:
+        if not self._keeps.drop(below) and not released:
             raise PrefixUnknown(f"prefix {prefix} is not pinned")
         before = sum(known.kept for known in self._pager.index.nodes.values())
         self._pinned -= released
         self._mark()
         self._write()
-        return before - sum(known.kept for known in self._pager.index.nodes.values())
+        return before - self._kept_pages
 
     def drop(self, prefix: str) -> int:
         """Forgets a run of pages in all tiers, and all that goes on from it; returns how many pages.
@@ -172,6 +212,9 @@ class Prefixes:
         """
         self._forget_gone()
         node = self._find(prefix)
+        if self._keeps.drop({known.key for known in self._subtree(node)}):
+            self._mark()
+            self._write()
         start = node
         while (
             (parent := self._pager.index.get(start.parent)) is not None
@@ -231,10 +274,19 @@ class Prefixes:
         return list(self._pager.index.children(node.key))
 
     def _way(self, node: Node) -> list[Node]:
-        way = [node]
-        while (parent := self._pager.index.get(way[-1].parent)) is not None:
-            way.append(parent)
-        return way
+        return list(self._upwards(node))
+
+    def _upwards(self, node: Node) -> Iterator[Node]:
+        """This page, the one before it, and so on to the first."""
+        found: Node | None = node
+        while found is not None:
+            yield found
+            found = self._pager.index.get(found.parent)
+
+    def _room(self) -> int:
+        """Pages that may be kept."""
+        pager = self._pager
+        return int(max(pager.device.slots, pager.host.slots, pager.residency.store_slots) * _KEPT_SHARE)
 
     def _subtree(self, node: Node) -> list[Node]:
         """This page and all that go on from it; each after the one before it."""
@@ -256,7 +308,9 @@ class Prefixes:
 
     def _mark(self) -> None:
         """Sets `kept` of every page anew."""
-        kept = {known.key for key in self._pinned if (node := self._pager.index.get(key)) for known in self._way(node)}
+        ends = (*self._pinned, *self._keeps)
+        kept = {known.key for key in ends if (node := self._pager.index.get(key)) for known in self._way(node)}
+        self._kept_pages = len(kept)
         for node in self._pager.index.nodes.values():
             if node.kept != (node.key in kept):
                 node.kept = not node.kept
@@ -264,9 +318,10 @@ class Prefixes:
 
     def _forget_gone(self) -> None:
         """Pins of pages that are not known any more: the store was cleared, or lost them."""
-        gone = {key for key in self._pinned if self._pager.index.get(key) is None}
+        gone = {key for key in (*self._pinned, *self._keeps) if self._pager.index.get(key) is None}
         if gone:
             self._pinned -= gone
+            self._keeps.drop(gone)
             self._mark()
             self._write()
 
@@ -277,22 +332,33 @@ class Prefixes:
             temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w") as file:
-                json.dump(sorted(key.hex() for key in self._pinned), file)
+                until_s = {key.hex(): until for key, until in self._keeps.until_s().items()}
+                json.dump({"pinned": sorted(key.hex() for key in self._pinned), "until_s": until_s}, file)
             os.replace(temporary, self._file)
 
 
-def _read(file: Path | None) -> set[PageKey]:
-    """The keys in a file; none when it is not there or damaged."""
+def _is_over(share: Share | None, more: int) -> bool:
+    """Whether so many more kept pages are too much of what a tenant may have."""
+    if share is None:
+        return False
+    return sum(node.kept for node in share.nodes.values()) + more > share.quota_pages * _KEPT_SHARE
+
+
+def _read(file: Path | None) -> tuple[set[PageKey], dict[PageKey, float]]:
+    """The keys in a file, those by hand and those with an end; none when it is not there or damaged."""
     if file is None:
-        return set()
+        return set(), {}
     try:
         found = json.loads(file.read_bytes())
-        return {PageKey(key) for key in map(bytes.fromhex, _texts(found)) if len(key) == 16}
-    except (OSError, ValueError):
-        return set()
+        if isinstance(found, list):  # as it was before pins could end
+            found = {"pinned": found, "until_s": {}}
+        return set(map(_key, found["pinned"])), {_key(text): float(end) for text, end in found["until_s"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return set(), {}
 
 
-def _texts(found: object) -> Iterable[str]:
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ValueError("not a list of keys")
-    return found
+def _key(text: str) -> PageKey:
+    key = bytes.fromhex(text)
+    if len(key) != KEY_BYTES:
+        raise ValueError("not a key")
+    return PageKey(key)

@@ -142,7 +142,7 @@ class Promoter:
     def copy_private(self, lease: Lease, source_slot: int, tokens: int) -> None:
         """Gives a forked lease a copy of its parent's private page as its tail, if a slot is free for it."""
         device = self._residency.device
-        slot = self._device_slot(1)
+        slot = device.alloc(SlotState.FILLING)
         if slot is None:
             return
         lease.tail = tail = TailCopy(None, slot)

@@ -10,8 +10,6 @@ Sections that follow each other lie side by side in a page, so one read takes se
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +24,7 @@ from tierd.tiers.mover import Job, JobClass, Mover
 from tierd.tiers.page import PageKey
 from tierd.tiers.records import Located
 from tierd.tiers.store import Store
-from tierd.tiers.store_io import Bytes, address_of
+from tierd.tiers.store_io import Bytes, address_of, huge_block
 
 READ_BYTES = 128 << 10  # of one page at a time, in whole sections
 RING_STAGES = 2
@@ -146,7 +144,7 @@ class Staging:
         if self._ring and self._ring[0].nbytes >= part_bytes:
             return
         self._ring = []  # before the new one is there, for both may not fit
-        self._ring = [_huge_block(part_bytes) for _ in range(self.ring_stages)] if num_pages else []
+        self._ring = [huge_block(part_bytes) for _ in range(self.ring_stages)] if num_pages else []
         self._peak_bytes = max(self._peak_bytes, self.ring_bytes)
 
 
@@ -304,13 +302,3 @@ class Flow:
         self._jobs = left
         if lost or not in_time:
             raise StagingLost([self._keys[page] for page in sorted(lost)], lost[min(lost)], self._bad)
-
-
-def _huge_block(size_bytes: int) -> Bytes:
-    """Memory on a page boundary, in large pages where the system has them: kernels read it in pieces. uint8[size]"""
-    # Private: shared memory gets large pages only where a setting of the system says so.
-    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(block, dtype=np.uint8)

@@ -8,13 +8,14 @@ import msgspec
 from aiohttp import web
 
 from tierd.daemon.api import openai
+from tierd.daemon.api.openai import sentence as sentence
 from tierd.daemon.errors import TierdError, TryLater, Unauthorized
 
 RETRY_AFTER_S = 2
 
 
-def error_response(exc: TierdError, *, status: int | None = None) -> web.Response:
-    """An error before anything was sent."""
+def error_response(exc: TierdError, *, status: int | None = None, body: Any = None) -> web.Response:
+    """An error before anything was sent. `body`: in the shape of a dialect; without it in OpenAI's."""
     headers = {}
     if not openai.should_retry(exc):
         headers["x-should-retry"] = "false"
@@ -22,7 +23,7 @@ def error_response(exc: TierdError, *, status: int | None = None) -> web.Respons
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if isinstance(exc, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    return json_response(openai.error(exc), status=status or exc.status, headers=headers)
+    return json_response(openai.error(exc) if body is None else body, status=status or exc.status, headers=headers)
 
 
 def json_response(data: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -14,21 +14,26 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.config import EngineConfig, total_memory_bytes
+from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.model import rope
-from tierd.daemon.engine.model.load import load_weights
+from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
+from tierd.daemon.engine.speculate import Speculate
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.top import TopBoard
+from tierd.daemon.engine.turns import FILE_NAME as TURNS_NAME
+from tierd.daemon.engine.turns import Turns
 from tierd.daemon.errors import BadConfig, ModelInvalid
+from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.protocol import Event
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
@@ -44,7 +49,7 @@ from tierd.tiers.staging import Staging
 from tierd.tiers.store import Store
 
 # In the name of every page: raise it when the kernels' arithmetic or the meaning of a record changes.
-KV_VERSION = 2
+KV_VERSION = 3
 MIN_PAGES = 1  # on the device: rows are written there
 
 Progress = Callable[[str, int, int], None]
@@ -72,6 +77,7 @@ class Engine:
     board: StatusBoard
     prefixes: Prefixes
     top: TopBoard
+    weights: ModelWeights
     position_tokens: int  # what the position tables reach: no sequence is longer, however its memory grows
     notes: tuple[str, ...]
     resources: contextlib.ExitStack
@@ -84,11 +90,11 @@ class Engine:
 def build(config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int) -> Engine:
     """Load everything. Raises TierdError of some kind when the model or the configuration does not allow it."""
     directory = Path(config.model_dir)
-    _check_memory(config, total_memory_bytes())
     try:
         manifest = load_manifest(directory)
     except ModelFileError as exc:
         raise ModelInvalid(f"model {directory.name!r} is broken: {exc}") from exc
+    _check_memory(config, manifest, total_memory_bytes())
     hooks.progress("kernels", 0, 1)
     CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
     resources = contextlib.ExitStack()
@@ -118,11 +124,16 @@ def _build(
     frequencies = rope.frequencies(spec, context)
     root = root_key(_namespace(manifest, layout, frequencies))
 
-    weights = load_weights(directory, manifest, lambda done, total: hooks.progress("weights", done, total))
+    closing_last = resources.enter_context(contextlib.ExitStack())  # the store: the mover's jobs end before it
+    loops: list[StepLoop] = []  # the mover comes before the loop it wakes
+    mover = Mover(wake=lambda: loops[0].wake() if loops else None)
+    resources.callback(mover.close)
+    weights = _load_weights(config, hooks, manifest, mover, max_rows)
+    resources.callback(weights.close)
     hooks.progress("store", 0, 1)
     store, notes = _open_store(config, layout, root)
     if store is not None:
-        resources.callback(store.close)
+        closing_last.callback(store.close)
     capacity = slots + host_slots + (store.capacity_slots if store is not None else 0)
     capacity_tokens = capacity * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
@@ -132,23 +143,16 @@ def _build(
         limits.max_rows, threads,
     )  # fmt: skip
     resources.callback(decoder.close)
+    weights.attach(decoder)
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = Facts(
-        vocab=spec.vocab,
-        context=context,
-        capacity_tokens=capacity_tokens,
-        end_ids=frozenset(manifest.eos_ids),
-        bos_id=manifest.bos_id,
-        add_bos=manifest.add_bos,
-        sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
-    )
+    facts = _facts(manifest, context, capacity_tokens)
+    remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
+    intake = Intake(facts, vocabulary, template, Turns(remembered))
+    resources.callback(intake.close)
 
     device = _arena("device", slots, layout)
     host = _arena("host", host_slots, layout)
-    loops: list[StepLoop] = []  # the mover comes before the loop it wakes
-    mover = Mover(wake=lambda: loops[0].wake() if loops else None)
-    resources.callback(mover.close)
     pager = Pager(
         layout_record_bytes=layout.record_bytes,
         page_tokens=layout.page_tokens,
@@ -163,20 +167,51 @@ def _build(
     resources.callback(pager.close)
     hooks.progress("store", 1, 1)
     staging = Staging(store, mover, layout.num_layers, layout.layer_bytes) if store is not None else None
-    runner = Runner(decoder, layout, (device.array, host.array), staging)
-    streams = Streams(pager, runner, limits, clock)
-    board = StatusBoard(manifest.name, context, streams, pager, clock)
+    runner = Runner(decoder, layout, (device.array, host.array), staging, weights=weights)
+    prefixes = _keep_rules(config, pager, root)
+    streams = Streams(pager, runner, limits, clock, prefixes, Speculate(config.speculate))
+    board = StatusBoard(manifest.name, context, streams, pager, clock, weights.statistics)
     loop = StepLoop(
         streams, pager, emit=hooks.emit, published=board.publish, died=hooks.died, clock=clock,
         max_requests=max_requests,
     )  # fmt: skip
     loops.append(loop)
-    prefixes = _keep_rules(config, pager, root)
     top = TopBoard(streams, pager, prefixes, config.kv_format)
     return Engine(
-        manifest.name, context, root.hex(), Intake(facts, vocabulary, template), loop, pager, board, prefixes, top,
+        manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights,
         position_tokens, tuple(notes), resources,
     )  # fmt: skip
+
+
+def _facts(manifest: Manifest, context: int, capacity_tokens: int) -> Facts:
+    """What requests are checked against."""
+    return Facts(
+        vocab=manifest.spec.vocab,
+        context=context,
+        capacity_tokens=capacity_tokens,
+        end_ids=frozenset(manifest.eos_ids),
+        bos_id=manifest.bos_id,
+        add_bos=manifest.add_bos,
+        sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
+    )
+
+
+def _load_weights(
+    config: EngineConfig, hooks: Hooks, manifest: Manifest, mover: Mover, max_rows: int
+) -> ModelWeights:
+    try:
+        return ModelWeights(
+            Path(config.model_dir), manifest, config.weights_bytes, max_rows, mover,
+            lambda done, total: hooks.progress("weights", done, total),
+        )  # fmt: skip
+    except DoesNotFit as exc:
+        raise BadConfig(
+            f"weights_mem of {config.weights_bytes} bytes is too little for {manifest.name}: its weights have "
+            f"{manifest.bytes} bytes, and even streamed they need {exc.needed_bytes} for the pieces that are computed "
+            "on and read meanwhile",
+            hint=f"give at least --weights-mem {-(-exc.needed_bytes // 2**20)}MiB",
+            param="weights_mem",
+        ) from None
 
 
 def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:
@@ -188,9 +223,12 @@ def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:
     return Prefixes(pager, stores / root.hex() / PINNED_NAME)
 
 
-def _check_memory(config: EngineConfig, total_bytes: int) -> None:
-    """Both arenas lie in RAM. Asking for more than there is would map, and be killed when the pages fill."""
-    sizes = {"device_mem": config.device_bytes, "host_mem": config.host_bytes}
+def _check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> None:
+    """All of it lies in RAM. Asking for more than there is would map, and be killed when the pages fill."""
+    weights_bytes = min(config.weights_bytes or 0, manifest.bytes)  # those that nobody bounds may leave it any time
+    sizes = {"device_mem": config.device_bytes, "host_mem": config.host_bytes} | (
+        {"weights_mem": weights_bytes} if weights_bytes else {}
+    )
     if sum(sizes.values()) <= total_bytes:
         return
     alone = [name for name, size in sizes.items() if size > total_bytes]

@@ -22,7 +22,7 @@ class Rows:
     tokens: Sequence[int]
     start: int
     pages: Addresses
-    sample: bool  # whether the logits of the last row are wanted
+    sample: int  # logits are wanted of so many of the last rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
         pages=np.concatenate([rows.pages[:count] for rows, count in zip(sequences, held, strict=True)]),
         page_offsets=np.concatenate([np.zeros(1, np.int32), np.cumsum(held, dtype=np.int32)]),
         logit_rows=np.array(
-            [end - 1 for rows, end in zip(sequences, ends, strict=True) if rows.sample], dtype=np.int32
+            [row for rows, end in zip(sequences, ends, strict=True) for row in range(end - rows.sample, end)],
+            dtype=np.int32,
         ),
     )

@@ -4,17 +4,23 @@ The template is a program from a model directory, so it runs in jinja2's immutab
 offers it (`trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `tojson`, `strftime_now`,
 `{% generation %}`) and a limit on its output.
 
-A message must not be able to end its own turn by spelling `<|im_end|>`. Special tokens inside a message are
-replaced by markers while the template runs and become ordinary characters afterwards; those the template itself writes
-are parsed. Servers that render to one string and parse all of it cannot tell the two apart.
+A message must not be able to end its own turn by spelling `<|im_end|>`. Special tokens inside of messages, tools, calls
+and results are replaced by markers while the template runs and become ordinary characters afterwards; those the
+template itself writes are parsed. Servers that render to one string and parse all of it cannot tell the two apart.
+
+A turn whose sampled tokens are known is a marker too: what the template writes around it is tokenized, the turn itself
+is put in as it was sampled. See `turns`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,11 +33,24 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tierd.daemon.engine.tokens import Vocabulary
-from tierd.daemon.errors import BadRequest, ModelInvalid
-from tierd.daemon.protocol import Message
+from tierd.daemon.engine.tool_formats import Style, detect
+from tierd.daemon.engine.tool_messages import replaced, tool_dicts, turn_dicts
+from tierd.daemon.engine.turns import TAIL_CHARS, Turn
+from tierd.daemon.errors import BadRequest, ModelInvalid, Unsupported
+from tierd.daemon.protocol import Message, Tool
 
 MAX_RENDERED_CHARS = 16 << 20  # as much as the largest frame can carry in; a template that doubles it is broken
 MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_FRAME_CHARS = 64  # that a template writes between the beginning of a turn and its content
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation as tokens. `tail`: its last characters. `thinking`: it ends inside of reasoning."""
+
+    tokens: list[int]
+    tail: str
+    thinking: bool
 
 
 class _Generation(Extension):
@@ -70,6 +89,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as exc:
             raise ModelInvalid(f"this model's chat template is broken: {exc}", hint="pull the model again") from exc
+        self.dialect = detect(source, vocabulary.special, vocabulary.added)
+        self._shows_tools = "tools" in source and self._tries_tools()
 
     @classmethod
     def load(cls, path: Path, vocabulary: Vocabulary, special: dict[str, str]) -> ChatTemplate | None:
@@ -80,44 +101,115 @@ class ChatTemplate:
             raise ModelInvalid(f"{path.name} is larger than {MAX_TEMPLATE_BYTES} bytes")
         return cls(path.read_text(encoding="utf-8"), vocabulary, special)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, ending where the assistant is to go on. Raises BadRequest."""
-        return self._render([{"role": message.role, "content": message.content} for message in messages])
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the model is told of tools and its calls can be read."""
+        return self._shows_tools and self.dialect.style is not Style.NONE
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation as tokens. Raises BadRequest when the template refuses the messages."""
+    @functools.lru_cache(maxsize=3)  # noqa: B019 (it lives as long as the engine)
+    def begins_thinking(self, thinking: bool | None) -> bool | None:
+        """True when prompts end inside of reasoning, None when they do not and the model may begin one."""
+        try:
+            rendered = self.render([Message("user", "x")], thinking=thinking)
+        except BadRequest:
+            return None
+        return self.dialect.opens_thinking(rendered) or None
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), thinking: bool | None = None
+    ) -> str:
+        """The conversation as text, ending where the assistant is to go on. Raises BadRequest."""
+        return self._render(turn_dicts(messages, self.dialect.style), tool_dicts(tools), thinking)
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        thinking: bool | None = None,
+        turns: Mapping[int, Turn] | None = None,
+    ) -> Prompt:
+        """The conversation as tokens. `turns`: by place in `messages`, answers whose tokens are known.
+
+        Raises BadRequest when the template refuses the messages, Unsupported for tools that it does not show.
+        """
         if not messages:
             raise BadRequest("messages is empty", param="messages")
+        if tools and not self.knows_tools:
+            raise Unsupported(
+                "this model does not know how to call tools", hint="leave tools out, or choose another model",
+                param="tools",
+            )  # fmt: skip
+        known = dict(turns or {})
+        while known:
+            try:
+                prompt, lost = self._encode(messages, tools, thinking, known)
+            except BadRequest:
+                break  # perhaps of what stands in for a turn: the messages themselves decide
+            if not lost:
+                return prompt
+            known = {place: turn for place, turn in known.items() if place not in lost}
+        return self._encode(messages, tools, thinking, {})[0]
+
+    def _encode(
+        self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool | None, turns: Mapping[int, Turn]
+    ) -> tuple[Prompt, set[int]]:
+        """The prompt, and the places of turns that the template did not show whole: it is void if there are any."""
         nonce = secrets.token_hex(8)  # nobody can write a marker without knowing it
-        smuggled: list[str] = []
+        marked: list[str | int] = []  # what a marker stands for: a special token's text, or a turn's place
 
-        def mark(match: re.Match[str]) -> str:
-            smuggled.append(match[0])
-            return f"\ue000{nonce}.{len(smuggled) - 1}\ue001"
+        def mark(what: str | int) -> str:
+            marked.append(what)
+            return f"\ue000{nonce}.{len(marked) - 1}\ue001"
 
-        turns = [
-            {"role": self._control.sub(mark, message.role), "content": self._control.sub(mark, message.content)}
-            for message in messages
-        ]
-        rendered = self._render(turns)
-        if not smuggled:
-            return self._vocabulary.encode(rendered)
-        pieces = re.split(f"\ue000{nonce}\\.(\\d+)\ue001", rendered)
+        dicts = turn_dicts(messages, self.dialect.style)
+        shown = [
+            self._stand_in(place, turns[place], mark) if place in turns
+            else replaced(turn, lambda text: self._control.sub(lambda found: mark(found[0]), text))
+            for place, turn in enumerate(dicts)
+        ]  # fmt: skip
+        functions = replaced(tool_dicts(tools), lambda text: self._control.sub(lambda found: mark(found[0]), text))
+        rendered = self._render(shown, functions, thinking)
+        if thinking is False and self.dialect.opens_thinking(rendered):
+            # A template that always begins the reasoning: it is ended at once, as such models have learned it.
+            rendered = rendered.rstrip() + self.dialect.no_thought
+        parts = re.split(rf"(?:\ue000|\\ue000){nonce}\.(\d+)(?:\ue001|\\ue001)", rendered)
+        marks = [marked[int(number)] for number in parts[1::2]]
+        if lost := {place for place in turns if not _whole(marks, place, turns[place])}:
+            return Prompt([], "", False), lost
         tokens: list[int] = []
-        for place, piece in enumerate(pieces):
-            if place % 2:
-                tokens += self._vocabulary.encode_as_text(smuggled[int(piece)])
-            elif piece:
-                tokens += self._vocabulary.encode(piece)
-        return tokens
+        before, inside = parts[0], False
+        for what, text in zip(marks, parts[2::2], strict=True):
+            if isinstance(what, int):
+                if not inside:
+                    before = _joint(before, turns[what].tail)
+                inside = turns[what].thought and not inside
+                if inside:
+                    continue  # the marker of the reasoning; that of the content follows
+            if before:
+                tokens += self._vocabulary.encode(before)
+            tokens += self._vocabulary.encode_as_text(what) if isinstance(what, str) else turns[what].tokens
+            before = text
+        if before:
+            tokens += self._vocabulary.encode(before)
+        return Prompt(tokens, before[-TAIL_CHARS:], self.dialect.opens_thinking(before)), set()
 
-    def _render(self, turns: list[dict[str, str]]) -> str:
+    def _stand_in(self, place: int, turn: Turn, mark: Callable[[str | int], str]) -> dict[str, Any]:
+        """A turn of the assistant with markers for what was sampled: the template writes what goes around it."""
+        shown: dict[str, Any] = {"role": "assistant"}
+        if turn.thought:
+            shown["reasoning_content"] = shown["thinking"] = mark(place)
+        return shown | {"content": mark(place)}
+
+    def _render(self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: bool | None) -> str:
         parts: list[str] = []
         length = 0
+        # Qwen and SmolLM3 know the first name, DeepSeek and Granite the second.
+        options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         try:
             for part in self._template.generate(
-                messages=turns, tools=None, documents=None, add_generation_prompt=True, **self._special
-            ):
+                messages=turns, tools=tools or None, documents=None, add_generation_prompt=True, **options,
+                **self._special,
+            ):  # fmt: skip
                 length += len(part)
                 if length > MAX_RENDERED_CHARS:
                     raise BadRequest(f"the chat template makes more than {MAX_RENDERED_CHARS} characters of this")
@@ -130,6 +222,33 @@ class ChatTemplate:
             reason = str(exc) if type(exc) is jinja2.TemplateError else type(exc).__name__
             raise BadRequest(f"this model's chat template refuses these messages: {reason}", param="messages") from exc
         return "".join(parts)
+
+    def _tries_tools(self) -> bool:
+        """Whether the name of a tool gets into the prompt."""
+        name = f"probe_{secrets.token_hex(8)}"
+        tools = [Tool(name, "x", {"type": "object", "properties": {}})]
+        for messages in ([Message("user", "x")], [Message("system", "x"), Message("user", "x")]):
+            with contextlib.suppress(BadRequest):
+                return name in self.render(messages, tools)
+        return False
+
+
+def _whole(marks: list[str | int], place: int, turn: Turn) -> bool:
+    """Whether the markers of a turn came out of the template once, and next to each other."""
+    found = [number for number, mark in enumerate(marks) if mark == place and isinstance(mark, int)]
+    return len(found) == 1 + turn.thought and found[-1] - found[0] == int(turn.thought)
+
+
+def _joint(before: str, tail: str) -> str:
+    """What the template wrote up to a turn, made to end as the prompt did that the turn was sampled after.
+
+    Then it had no turn to show: it may have left out a space, or begun a reasoning that it no longer shows.
+    """
+    place = before.rfind(tail)
+    if place >= 0 and len(before) - place - len(tail) <= _MAX_FRAME_CHARS:
+        return before[: place + len(tail)]
+    length = next((length for length in range(len(tail), 0, -1) if before.endswith(tail[:length])), len(tail))
+    return before + tail[length:]
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,21 +1,35 @@
 """From a `Submit` to a `Request`: template, tokens, limits, defaults. What cannot run is refused here, with the reason.
 
-Threading: one thread (the tokenizer's); it may be another than the step thread.
+Threading: one thread (the tokenizer's); it may be another than the step thread. `compile` on any other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierd.daemon.engine.chat import ChatTemplate
+import msgspec
+
+from tierd.daemon.engine import beams, turns
+from tierd.daemon.engine.answer_stream import AnswerStream
+from tierd.daemon.engine.beams import Beams
+from tierd.daemon.engine.chat import ChatTemplate, Prompt
+from tierd.daemon.engine.fill_in import fill_in
+from tierd.daemon.engine.guide import Guides
+from tierd.daemon.engine.guide_grammar import chosen, grammar_of
+from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.request import Request, Times
 from tierd.daemon.engine.sampler import Sampler, settle
-from tierd.daemon.engine.tokens import TextStream, Vocabulary
+from tierd.daemon.engine.tokens import Vocabulary
+from tierd.daemon.engine.tool_formats import Dialect
+from tierd.daemon.engine.turns import Turn, Turns
 from tierd.daemon.errors import BadRequest, ContextLengthExceeded, Unsupported
-from tierd.daemon.protocol import Message, Submit
+from tierd.daemon.protocol import Message, Sampling, Submit, Tool, ToolCall
+
+_NEVER = -1e9  # a bias that no logit outweighs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +50,25 @@ class Facts:
 
 
 class Intake:
-    """Makes requests. Every refusal is a `BadRequest` of some kind."""
+    """Makes requests. Every refusal is a `BadRequest` of some kind. `close` when the engine ends."""
 
-    def __init__(self, facts: Facts, vocabulary: Vocabulary, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, facts: Facts, vocabulary: Vocabulary, template: ChatTemplate | None, turns: Turns | None = None
+    ) -> None:
         self.facts = facts
+        self.turns = Turns(None) if turns is None else turns
         self._vocabulary = vocabulary
         self._template = template
+        self._dialect = template.dialect if template is not None else Dialect()
+        self.guides = Guides(vocabulary, facts.vocab, tuple(facts.end_ids | self._dialect.end_ids))
+        self._fim = fill_in(vocabulary.added)
         self._serials = itertools.count()
+
+    def close(self) -> None:
+        """End threads, write what is to be remembered."""
+        self.guides.close()
+        self.turns.flush()
+        self.turns.close()
 
     def tokens_of(
         self,
@@ -50,26 +76,28 @@ class Intake:
         messages: Sequence[Message] | None = None,
         prompt: str | None = None,
         tokens: Sequence[int] | None = None,
+        tools: Sequence[Tool] = (),
+        thinking: bool | None = None,
     ) -> list[int]:
         """Token ids of exactly one of the three. Raises BadRequest when it is not one, or cannot be tokens."""
-        if sum(one is not None for one in (messages, prompt, tokens)) != 1:
-            raise BadRequest("give exactly one of messages, prompt and tokens")
-        if messages is not None:
-            if self._template is None:
-                raise Unsupported(
-                    "this model has no chat template",
-                    hint="send a prompt instead of messages, or choose an instruct model",
-                    param="messages",
-                )
-            return self._template.encode(messages)
-        if prompt is not None:
-            ids = self._vocabulary.encode(prompt)
-            if self.facts.add_bos and self.facts.bos_id is not None and ids[:1] != [self.facts.bos_id]:
-                ids.insert(0, self.facts.bos_id)
-            return ids
-        assert tokens is not None
-        self._check_ids(tokens, "tokens")
-        return list(tokens)
+        submit = Submit(
+            "",
+            messages=None if messages is None else tuple(messages),
+            prompt=prompt,
+            tokens=None if tokens is None else tuple(tokens),
+            tools=tuple(tools),
+            thinking=thinking,
+        )
+        return self._prompt(submit, b"").tokens
+
+    def compile(self, submit: Submit) -> None:
+        """Make ready what an answer is held to, which may take seconds. Raises BadRequest."""
+        if (grammar := self._grammar(submit)) is not None:
+            self.guides.compile(grammar, _held_by(submit))
+
+    def needs_compiling(self, submit: Submit) -> bool:
+        """Whether `compile` has anything to do."""
+        return submit.format is not None or (bool(submit.tools) and submit.tool_choice != "none")
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, special ones left out."""
@@ -78,7 +106,14 @@ class Intake:
     def request(self, request_id: int, submit: Submit, arrived_s: float) -> Request:
         """A request ready to be queued. `arrived_s`: on the step loop's clock."""
         sampling, facts = submit.sampling, self.facts
-        prompt = self.tokens_of(messages=submit.messages, prompt=submit.prompt, tokens=submit.tokens)
+        salt = submit.tenant.encode() + (b"\0" + submit.salt.encode() if submit.salt else b"")
+        grammar = self._grammar(submit)
+        if grammar is not None and submit.beam_width:
+            raise Unsupported("beam search is for free answers", hint="leave beam_width out", param="beam_width")
+        if submit.beam_width:
+            beams.check(submit)
+        found = self._prompt(submit, salt)
+        prompt = found.tokens
         limit = self._limit(submit.ctx)
         if not prompt:
             raise BadRequest("the prompt is empty", hint="send at least one token", param="prompt")
@@ -87,25 +122,159 @@ class Intake:
             raise self._too_long(len(prompt), limit, submit.ctx)
         self._check_ids(submit.resume, "resume")
         self._check_ids(tuple(sampling.logit_bias), "sampling.logit_bias")
-        params = settle(sampling, facts.sampling, secrets.randbits(63))
+        params = settle(self._without_calls(submit), facts.sampling, secrets.randbits(63))
         wanted = limit if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
-        stream = TextStream(self._vocabulary, sampling.stop)
-        for token in submit.resume:
-            stream.push(token)  # its client has this text
+        guide = self.guides.guide(grammar, _held_by(submit), submit.resume) if grammar is not None else None
         return Request(
             id=request_id,
             serial=next(self._serials),
             priority=submit.priority,
-            salt=submit.tenant.encode(),
+            salt=salt,
             prompt_tokens=len(prompt),
             tokens=[*prompt, *submit.resume],
             max_total_tokens=min(wanted, limit),
-            end_ids=frozenset() if sampling.ignore_eos else facts.end_ids,
-            sampler=Sampler(params, facts.vocab, prompt, submit.resume),
-            stream=stream,
+            end_ids=frozenset() if sampling.ignore_eos else self._end_ids(submit),
+            sampler=Sampler(params, facts.vocab, prompt, submit.resume, guide),
+            stream=self._stream(submit, found),
             times=Times(arrived_s),
             resumed=len(submit.resume),
+            tenant=submit.tenant.encode(),
+            quota_pages=submit.quota_pages,
+            logprobs=None if submit.logprobs is None else Logprobs(self._vocabulary, submit.logprobs),
+            beams=self._beams(submit),
+            keep=self._keep(submit, found, salt),
+            remember=None if submit.messages is None else self._memory(submit.messages, submit.tools, salt, found.tail),
         )
+
+    def _prompt(self, submit: Submit, salt: bytes) -> Prompt:
+        """The tokens of exactly one of messages, prompt and tokens."""
+        if sum(one is not None for one in (submit.messages, submit.prompt, submit.tokens)) != 1:
+            raise BadRequest("give exactly one of messages, prompt and tokens")
+        if submit.suffix is not None and submit.prompt is None:
+            raise BadRequest("suffix goes with prompt", param="suffix")
+        if submit.messages is not None:
+            return self._chat(submit, submit.messages, salt)
+        if submit.tools:
+            raise BadRequest("tools go with messages", param="tools")
+        if submit.tokens is not None:
+            self._check_ids(submit.tokens, "tokens")
+            return Prompt(list(submit.tokens), "", False)
+        assert submit.prompt is not None
+        if submit.suffix is None:
+            ids = self._vocabulary.encode(submit.prompt)
+        elif self._fim is None:
+            raise Unsupported(
+                "this model cannot fill in text before a suffix", hint="choose a model for code", param="suffix"
+            )
+        else:
+            ids = self._fim.tokens(self._vocabulary.encode_as_text, submit.prompt, submit.suffix)
+        if self.facts.add_bos and self.facts.bos_id is not None and ids[:1] != [self.facts.bos_id]:
+            ids.insert(0, self.facts.bos_id)
+        return Prompt(ids, "", False)
+
+    def _chat(self, submit: Submit, messages: Sequence[Message], salt: bytes) -> Prompt:
+        if self._template is None:
+            raise Unsupported(
+                "this model has no chat template",
+                hint="send a prompt instead of messages, or choose an instruct model",
+                param="messages",
+            )
+        return self._template.encode(
+            messages, self._shown(submit), submit.thinking, self._known(messages, submit.tools, salt)
+        )
+
+    def _shown(self, submit: Submit) -> Sequence[Tool]:
+        """The tools that the prompt tells of. They stay when none may be called: the prompt's pages then fit."""
+        known = self._template is not None and self._template.knows_tools
+        return submit.tools if known or submit.tool_choice != "none" else ()
+
+    def _known(self, messages: Sequence[Message], tools: Sequence[Tool], salt: bytes) -> dict[int, Turn]:
+        """Turns of the conversation whose tokens are remembered, by their place."""
+        if not len(self.turns):
+            return {}
+        known, digest = {}, turns.start(salt, tools)
+        for place, message in enumerate(messages):
+            digest = turns.after(digest, message)
+            if message.role == "assistant" and (turn := self.turns.get(digest)) is not None:
+                known[place] = turn
+        return known
+
+    def _memory(
+        self, messages: Sequence[Message], tools: Sequence[Tool], salt: bytes, tail: str
+    ) -> Callable[[Request], None]:
+        """Remembers the turn of a request that has ended well. It runs on the step thread."""
+        digest = turns.start(salt, tools)
+        for message in messages:
+            digest = turns.after(digest, message)
+
+        def remember(request: Request) -> None:
+            told = request.stream.told
+            said = request.tokens[request.prompt_tokens :]
+            while said and said[-1] in request.end_ids:
+                said.pop()  # the template writes the end of a turn
+            if not said or request.stream.stop is not None:
+                return  # what stands behind a stop string was never told
+            calls = tuple(ToolCall(call["id"], call["name"], call["arguments"]) for call in told.calls)
+            answer = Message("assistant", told.text, tool_calls=calls)
+            self.turns.put(turns.after(digest, answer), Turn(tuple(said), tail, bool(told.thinking)))
+
+        return remember
+
+    def _beams(self, submit: Submit) -> Beams | None:
+        """A beam search. One of a single beam is greedy, which is what the sampler does then."""
+        if submit.beam_width < 2:
+            return None
+        return Beams(submit.beam_width, submit.n, lambda: AnswerStream(self._vocabulary))
+
+    def _keep(self, submit: Submit, prompt: Prompt, salt: bytes) -> tuple[tuple[int, float], ...]:
+        """Wishes that the beginning of the prompt stay, in tokens. One that a template cannot show alone is not met."""
+        messages, kept = submit.messages or (), []
+        for wish in submit.keep:
+            part = messages[: wish.messages] or (Message("user", ""),)
+            with contextlib.suppress(BadRequest):
+                end = self._chat(submit, part, salt).tokens
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(end, prompt.tokens, strict=False))
+                kept.append((sum(1 for _ in same), wish.ttl_s))
+        return tuple(kept)
+
+    def _grammar(self, submit: Submit) -> str | None:
+        """What the answer is held to."""
+        if submit.messages is None or self._template is None:
+            return grammar_of(submit, Dialect(), {}, thinking=False)
+        thinking = submit.thinking if submit.thinking is False else self._template.begins_thinking(submit.thinking)
+        return grammar_of(submit, self._dialect, self._vocabulary.added, thinking=thinking)
+
+    def _stream(self, submit: Submit, prompt: Prompt) -> AnswerStream:
+        """The answer's stream, behind what the client has of it already."""
+        stop, dialect = submit.sampling.stop, self._dialect
+        if submit.messages is None:
+            stream = AnswerStream(self._vocabulary, stop)
+        else:
+            names = frozenset(tool.name for tool in chosen(submit))
+            stream = AnswerStream(
+                self._vocabulary,
+                stop,
+                parser=dialect.parser(names, begun=prompt.thinking),
+                controls=dialect.controls,
+                call_id=dialect.call_id,
+                one_call=not submit.parallel_tool_calls,
+            )
+        for token in submit.resume:
+            stream.push(token)
+        return stream
+
+    def _without_calls(self, submit: Submit) -> Sampling:
+        """The sampling of a request; where no tool may be called, the token that begins a call is ruled out."""
+        sampling, opening = submit.sampling, self._dialect.opening_id
+        if submit.beam_width:
+            sampling = msgspec.structs.replace(sampling, temperature=0.0)
+        if not submit.tools or submit.tool_choice != "none" or opening is None:
+            return sampling
+        return msgspec.structs.replace(sampling, logit_bias={**sampling.logit_bias, opening: _NEVER})
+
+    def _end_ids(self, submit: Submit) -> frozenset[int]:
+        ends = self.facts.end_ids | self._dialect.end_ids
+        return ends | self._fim.end_ids if submit.suffix is not None and self._fim is not None else ends
 
     def _limit(self, ctx: int | None) -> int:
         if ctx is not None and ctx > self.facts.context:
@@ -121,12 +290,13 @@ class Intake:
             return ContextLengthExceeded(
                 f"the prompt has {used} tokens; the memory given to tierd holds {limit} of one sequence, "
                 "the answer included",
-                hint="give it more with --device-mem, --host-mem or --nvme-mem, or shorten the prompt",
+                hint="the prompt is too long: give more memory with --device-mem, --host-mem or --nvme-mem, "
+                "or shorten it",
                 param="prompt",
             )
         return ContextLengthExceeded(
             f"the prompt has {used} tokens; the context holds {limit}, the answer included",
-            hint="shorten the prompt",
+            hint="the prompt is too long: shorten it",  # words by which clients know what to do
             param="prompt",
         )
 
@@ -134,3 +304,8 @@ class Intake:
         for token in ids:
             if not 0 <= token < self.facts.vocab:
                 raise BadRequest(f"{name}: no token {token}, the vocabulary ends at {self.facts.vocab - 1}", param=name)
+
+
+def _held_by(submit: Submit) -> str:
+    """The field that an answer is held to."""
+    return "format" if submit.format is not None else "tools"

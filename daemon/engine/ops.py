@@ -19,7 +19,8 @@ import msgspec
 from tierd.daemon.engine import tend
 from tierd.daemon.engine.assemble import Engine
 from tierd.daemon.errors import BadRequest, Draining, Loading, TierdError, TooBusy, Unsupported, to_wire
-from tierd.daemon.protocol import TERMINAL, Event, Message, Request, Submit, Usage, to_submit
+from tierd.daemon.protocol import TERMINAL, Event, Message, Request, Submit, Tool, Usage, to_submit
+from tierd.tiers.pager import Pager
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class Ops:
 
     def _forget(self, ids: list[int]) -> None:
         self._live.difference_update(ids)
+        if self._engine is not None:
+            # Written now: an engine that is killed has lost no turn.
+            with contextlib.suppress(RuntimeError):  # the thread has ended: closing the engine writes them
+                self._tokenizer.submit(self._engine.intake.turns.flush)
         if not self._live:
             self._quiet.set()
 
@@ -133,7 +138,10 @@ class Ops:
 
     async def _prepare(self, engine: Engine, request_id: int, submit: Submit, arrived_s: float) -> Event | None:
         """Hand the request to the step loop, or return its terminal event."""
+        intake = engine.intake
         try:
+            if intake.needs_compiling(submit):
+                await self._loop.run_in_executor(intake.guides.compiler, intake.compile, submit)
             made = await self._loop.run_in_executor(
                 self._tokenizer, engine.intake.request, request_id, submit, arrived_s
             )
@@ -195,11 +203,14 @@ class Ops:
         engine = self._up()
         try:
             messages = msgspec.convert(args.get("messages"), tuple[Message, ...] | None)
+            tools = msgspec.convert(args.get("tools", ()), tuple[Tool, ...])
             text = msgspec.convert(args.get("text"), str | None)
+            thinking = msgspec.convert(args.get("thinking"), bool | None)
         except msgspec.ValidationError as exc:
             raise BadRequest(f"tokenize: {exc}") from None
         tokens = await self._loop.run_in_executor(
-            self._tokenizer, lambda: engine.intake.tokens_of(messages=messages, prompt=text)
+            self._tokenizer,
+            lambda: engine.intake.tokens_of(messages=messages, prompt=text, tools=tools, thinking=thinking),
         )
         return {"tokens": tokens}
 
@@ -211,12 +222,15 @@ class Ops:
                 repair = bool(args.get("repair", False))
                 call = loop.call(lambda: pager.verify(repair, time.monotonic() + VERIFY_TIMEOUT_S))
                 never_opened = engine.notes if pager.store is None else ()  # why, if a store was wanted
-                return {"findings": [*never_opened, *await asyncio.wrap_future(call)]}
+                return {"findings": [*never_opened, *await asyncio.wrap_future(call)], "pages": _on_disk(pager)[0]}
             case "gc":
+                before_bytes = _on_disk(pager)[1]
                 call = loop.call(lambda: pager.gc(time.monotonic() + GC_TIMEOUT_S))
-                return {"removed_pages": await asyncio.wrap_future(call)}
+                removed = await asyncio.wrap_future(call)
+                return {"removed_pages": removed, "freed_bytes": max(before_bytes - _on_disk(pager)[1], 0)}
             case "clear":
                 removed = await asyncio.wrap_future(loop.call(pager.clear))
+                await self._loop.run_in_executor(self._tokenizer, engine.intake.turns.clear)
                 await asyncio.wrap_future(loop.flush(GC_TIMEOUT_S))  # the rows of cleared pages go now, not some time
                 return {"removed_pages": removed}
             case other:
@@ -250,3 +264,11 @@ def _timeout_s(args: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 3600:
         raise BadRequest("timeout_s must be a number of seconds from 0 to 3600", param="timeout_s")
     return float(value)
+
+
+def _on_disk(pager: Pager) -> tuple[int, int]:
+    """Pages in the store, and the bytes that its files take."""
+    if pager.store is None:
+        return 0, 0
+    found = pager.store.statistics()
+    return found.used_slots, found.disk_bytes

@@ -9,11 +9,16 @@ A request ends once, with one terminal event. Threading: made on the io side, th
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from tierd.daemon.engine.answer import Said
+from tierd.daemon.engine.answer_stream import AnswerStream
+from tierd.daemon.engine.beams import Beams
+from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.sampler import Sampler
 from tierd.daemon.engine.scheduler import SHARED_PREFILL_ROWS, Phase, Stream
-from tierd.daemon.engine.tokens import TextStream
+from tierd.daemon.engine.speculate import Draft
 from tierd.daemon.protocol import Timings, Usage
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
@@ -26,6 +31,7 @@ class Finish(enum.StrEnum):
 
     STOP = "stop"  # an end token or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
+    TOOL_CALLS = "tool_calls"  # as `STOP`, and tools were called
 
 
 @dataclass(slots=True)
@@ -34,6 +40,7 @@ class Times:
 
     arrived_s: float
     admitted_s: float = 0.0
+    restored_s: float = 0.0  # pages that were found and had to be moved have come, or are computed after all
     started_s: float = 0.0  # its first row was computed
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -52,6 +59,8 @@ class Totals:
     preemptions: int = 0
     failures: int = 0
     step_s: float = 0.0
+    drafted_tokens: int = 0  # computed
+    right_drafts: int = 0  # of those, drawn
     lost_steps: int = 0  # void, because streamed pages could not be read
 
 
@@ -68,7 +77,7 @@ class Request:
     max_total_tokens: int  # prompt and answer together: the smaller of max_tokens' and the context's end
     end_ids: frozenset[int]
     sampler: Sampler
-    stream: TextStream
+    stream: AnswerStream
     times: Times
     phase: Phase = Phase.WAITING
     lease: Lease | None = None
@@ -76,14 +85,23 @@ class Request:
     fetched_s: float = 0.0  # when the pages of this lease began to load
     fetched_pages: int = 0  # how many
     settled: bool = False  # what the lease spares is booked
-    keys: list[PageKey] = field(default_factory=list)  # of the pages that its tokens fill, while it waits
+    farthest: int = 0  # rows that it has computed itself at any time are before this one
+    keys: list[PageKey] = field(default_factory=list)  # of the pages that its tokens fill, until they are computed
     accepted: bool = False
     cached_tokens: int = 0  # prompt tokens that were never computed here
     hits: tuple[int, int, int] = (0, 0, 0)  # of those, by the tier they came from: device, host, nvme
     unsent: list[int] = field(default_factory=list)  # tokens that the client has not got
-    unsent_text: str = ""  # what they say; the text of the newest may be held back by `stream`
+    said: Said = field(default_factory=Said)  # what they say; that of the newest may be held back by `stream`
     told_s: float = float("-inf")  # when the client last got text
     resumed: int = 0
+    tenant: bytes = b""  # whose cached pages the quota bounds
+    quota_pages: int = 0  # 0: no bound
+    logprobs: Logprobs | None = None  # when they were asked for
+    beams: Beams | None = None  # a beam search instead of draws
+    draft: Draft = field(default_factory=Draft)
+    drafted: int = 0  # tokens of the draft that the next step should compute
+    keep: tuple[tuple[int, float], ...] = ()  # wishes that so many first tokens stay cached, for so many seconds
+    remember: Callable[[Request], None] | None = None  # keeps the turn, once it is whole
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -99,7 +117,7 @@ class Request:
     def over(self) -> Finish | None:
         """Set when nothing more may be generated: for a resumed request perhaps from the start."""
         if self.stream.stopped:
-            return Finish.STOP
+            return self._stop()
         if len(self.tokens) >= self.max_total_tokens:
             return Finish.LENGTH
         return None
@@ -114,21 +132,37 @@ class Request:
             self.cached_tokens = found
             self.hits = _trim(self.hits, found)
 
-    def append(self, token: int, now_s: float) -> tuple[str, Finish | None]:
-        """Add a drawn token. Returns the text that may be shown and, if this was the end, why."""
+    def spare(self, tokens: int, end: int) -> int:
+        """Book the last `tokens` before `end`, which somebody else computed since. Returns the newly spared ones.
+
+        Before it was accepted nothing is counted here: `covered` will count all of the lease.
+        """
+        start = max(end - tokens, self.farthest)
+        self.computed = max(self.computed, end)
+        spared = max(min(end, self.prompt_tokens) - start, 0) if self.accepted else 0
+        self.cached_tokens += spared
+        self.hits = (self.hits[0] + spared, *self.hits[1:])
+        return spared
+
+    def append(self, token: int, now_s: float) -> tuple[Said, Finish | None]:
+        """Add a drawn token. Returns what may be told and, if this was the end, why."""
         self.tokens.append(token)
         self.times.first_token_s = self.times.first_token_s or now_s
         self.times.last_token_s = now_s
         if token in self.end_ids:
-            return self.stream.finish(), Finish.STOP
+            said = self.stream.finish()
+            return said, self._stop()
         self.sampler.accept(token)
         self.unsent.append(token)
-        text = self.stream.push(token)
+        said = self.stream.push(token)
         if (over := self.over) is not None:
-            text += self.stream.finish()
-            # The text held back until the end may hold the stop string's last part.
-            over = Finish.STOP if self.stream.stopped else over
-        return text, over
+            said.add(self.stream.finish())
+            # What was held back until the end may hold the last part of a stop string, or a call.
+            over = self._stop() if self.stream.stopped else over
+        return said, over
+
+    def _stop(self) -> Finish:
+        return Finish.TOOL_CALLS if self.stream.told.calls else Finish.STOP
 
     def seen(self, now_s: float, shared: int = 0) -> Stream:
         """What the scheduler sees of it. `shared`: pages of live requests that it needs as well."""
@@ -139,6 +173,7 @@ class Request:
             known_tokens=len(self.tokens),
             computed_tokens=self.computed,
             shared=shared,
+            drafted=self.drafted,
             waited_s=now_s - self.times.arrived_s,
         )
         lease = self.lease
@@ -155,11 +190,10 @@ class Request:
             limit=limit,
         )
 
-    def usage(self) -> Usage:
-        """Token counts up to now."""
-        return Usage(
-            prompt_tokens=self.prompt_tokens, completion_tokens=self.generated, cached_tokens=self.cached_tokens
-        )
+    def usage(self, completion_tokens: int | None = None) -> Usage:
+        """Token counts up to now. `completion_tokens`: of several answers together."""
+        said = self.generated if completion_tokens is None else completion_tokens
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=said, cached_tokens=self.cached_tokens)
 
     def timings(self) -> Timings:
         """Measured times up to now. Rates count what this engine did, not what it resumed."""
@@ -178,6 +212,7 @@ class Request:
             hit_nvme=nvme,
             recomputed=recomputed,
             queue_ms=_ms(times.admitted_s - times.arrived_s) if times.admitted_s else 0.0,
+            restore_ms=_ms(times.restored_s - times.admitted_s) if times.restored_s else 0.0,
         )
 
 

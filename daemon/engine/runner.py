@@ -1,10 +1,12 @@
-"""Runs batches: the decoder and the memory its pages lie in, and the pages that are streamed past it."""
+"""Runs batches: the decoder and the memory its pages lie in, and the pages and weights that are streamed past it."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +16,17 @@ from tierd.kernels.layout import PageLayout
 from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
-    from tierd.tiers.staging import Staging
+    from tierd.daemon.engine.model.weights import ModelWeights
+    from tierd.kernels.cpu.weights import Part, PlacedLayer, Rows
+    from tierd.tiers.staging import Flow, Staging
 
 Logits = npt.NDArray[np.float32]
 Memory = npt.NDArray[np.uint8]
 
 # Reading one layer of all streamed pages. A disk that needs longer has stopped.
 SECTION_TIMEOUT_S = 30.0
+# Reading one layer's weights, or the rows of an embedding.
+WEIGHTS_TIMEOUT_S = 60.0
 
 
 class Decoder(Protocol):
@@ -44,12 +50,60 @@ class Decoder(Protocol):
     def finish(self) -> Logits: ...
 
 
+class StreamedDecoder(Decoder, Protocol):
+    """One that takes weights as they come."""
+
+    def start(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        row_seq: Ints,
+        page_offsets: Ints,
+        logit_rows: Ints,
+        rows: Rows | None = None,
+    ) -> None: ...
+
+    def layer(
+        self, index: int, memories: Sequence[Memory], pages: Addresses, placed: PlacedLayer | None = None
+    ) -> None: ...
+
+    def finish(self, head: Iterable[Part] | None = None) -> Logits: ...
+
+
+@dataclass(slots=True)
+class _Pages:
+    """The pages of one step, all of them in memory."""
+
+    memories: tuple[Memory, ...]
+    pages: Addresses
+
+    def at(self, layer: int, layout: PageLayout, deadline_s: float) -> Addresses:
+        """Where the records start, or would start, of which this layer's slices are there."""
+        return self.pages
+
+
+@dataclass(slots=True)
+class _StreamedPages(_Pages):
+    """The pages of one step, some of them streamed: those at `places` are pages `numbers` of the flow."""
+
+    flow: Flow
+    numbers: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+    def at(self, layer: int, layout: PageLayout, deadline_s: float) -> Addresses:
+        """Waits for the slices. Raises StagingLost."""
+        slices = self.flow.section(layer, deadline_s)
+        self.pages[self.places] = slices[self.numbers] - layer * layout.layer_bytes
+        return self.pages
+
+
 class Runner:
     """Owns the decoder. Threading: step thread only.
 
     Args:
         memories: the arenas that pages lie in.
         staging: reads streamed pages; None where there is no store.
+        weights: those that are not in memory come from it; None when the decoder has all of them.
         overlap: False reads each layer when it is needed, and not ahead: slower, and the same bits.
         clock: that of the staging.
     """
@@ -61,6 +115,7 @@ class Runner:
         memories: Sequence[Memory],
         staging: Staging | None = None,
         *,
+        weights: ModelWeights | None = None,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +123,7 @@ class Runner:
         self._layout = layout
         self._memories = tuple(memories)
         self._staging = staging
+        self.weights = weights
         self._overlap = overlap
         self._clock = clock
 
@@ -75,10 +131,15 @@ class Runner:
         """Compute all rows, write their keys and values into their pages; logits `[L, vocab]`.
 
         `streamed` names the pages of the batch whose address is 0, in order. Raises StagingLost when some of them
-        could not be read: then the step counts for nothing.
+        could not be read, WeightsLost when some weights could not: then the step counts for nothing.
         """
-        if streamed:
-            return self._run_streamed(batch, streamed)
+        weights = self.weights
+        if streamed or (weights is not None and weights.streams):
+            with contextlib.ExitStack() as stack:
+                pages = self._open(stack, batch, streamed)
+                if weights is None or not weights.streams:
+                    return self._run_layers(batch, pages)
+                return self._run_weights(batch, pages, weights)
         return self._decoder.forward(
             self._memories,
             batch.tokens,
@@ -99,20 +160,37 @@ class Runner:
         if self._staging is not None:
             self._staging.release()
 
-    def _run_streamed(self, batch: Batch, keys: Sequence[PageKey]) -> Logits:
+    def _open(self, stack: contextlib.ExitStack, batch: Batch, streamed: Sequence[PageKey]) -> _Pages:
+        """The pages of a step as each layer finds them."""
+        if not streamed:
+            return _Pages(self._memories, batch.pages)
         if self._staging is None:
-            raise AssertionError(f"{len(keys)} pages are to be streamed without a store")
-        decoder, layer_bytes = self._decoder, self._layout.layer_bytes
-        places = np.flatnonzero(batch.pages == 0)
-        pages = batch.pages.copy()
+            raise AssertionError(f"{len(streamed)} pages are to be streamed without a store")
         # Sequences that share a prefix share its pages: each is read once.
-        order = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        numbers = [order[key] for key in keys]
+        order = {key: number for number, key in enumerate(dict.fromkeys(streamed))}
+        flow = stack.enter_context(self._staging.open(list(order), overlap=self._overlap))
+        numbers = np.array([order[key] for key in streamed])
+        places = np.flatnonzero(batch.pages == 0)
+        return _StreamedPages((*self._memories, *flow.memories), batch.pages.copy(), flow, numbers, places)
+
+    def _run_layers(self, batch: Batch, pages: _Pages) -> Logits:
+        """The step layer by layer: pages that are streamed for one are read while those before it are computed."""
+        decoder = self._decoder
         decoder.start(batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
-        with self._staging.open(list(order), overlap=self._overlap) as flow:
-            memories = (*self._memories, *flow.memories)
-            for layer in range(self._layout.num_layers):
-                slices = flow.section(layer, self._clock() + SECTION_TIMEOUT_S)
-                pages[places] = slices[numbers] - layer * layer_bytes  # where the record would start
-                decoder.layer(layer, memories, pages)
+        for layer in range(self._layout.num_layers):
+            decoder.layer(layer, pages.memories, pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S))
         return decoder.finish()
+
+    def _run_weights(self, batch: Batch, pages: _Pages, weights: ModelWeights) -> Logits:
+        """The same where weights are streamed, too."""
+        decoder = cast("StreamedDecoder", self._decoder)
+        rows = weights.open(batch.tokens, bool(len(batch.logit_rows)), self._clock() + WEIGHTS_TIMEOUT_S)
+        decoder.start(batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows, rows)
+        for layer in range(self._layout.num_layers):
+            where = pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S)
+            decoder.layer(
+                layer, pages.memories, where, weights.layer(layer, self._clock() + WEIGHTS_TIMEOUT_S)
+            )
+        logits = decoder.finish(weights.head_parts(self._clock() + WEIGHTS_TIMEOUT_S))
+        weights.end()
+        return logits

@@ -1,9 +1,9 @@
 """From logits to a token. NumPy only; one stream at a time, so that a draw never depends on who else is in the batch.
 
-Order of operations, as in transformers and vLLM: logit_bias, repetition, presence and frequency penalties, temperature,
-top_k, top_p, min_p, draw. Each draw comes from a counter-based generator: blake2b of (seed, position), where position
-is the index of the drawn token in its context. So a stream that is preempted, or resumed in another process, goes on
-with the very draws it would have made.
+Order of operations, as in transformers and vLLM: logit_bias, repetition, presence and frequency penalties, the mask of
+a grammar, temperature, top_k, top_p, min_p, draw. Each draw comes from a counter-based generator: blake2b of (seed,
+position), where position is the index of the drawn token in its context. So a stream that is preempted, or resumed in
+another process, goes on with the very draws it would have made.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -97,14 +98,32 @@ def uniform(seed: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) / float(1 << 53)
 
 
+class Guide(Protocol):
+    """What an answer is held to."""
+
+    def masked(self, logits: Floats) -> Floats:
+        """The logits, with those of tokens that cannot come next at minus infinity."""
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token that was drawn."""
+
+
 class Sampler:
     """Draws the tokens of one stream.
 
     `prompt` counts for the repetition penalty (as in transformers and llama.cpp), `generated` for all three penalties;
-    presence and frequency look at generated tokens only (as OpenAI defines them). Threading: step thread only.
+    presence and frequency look at generated tokens only (as OpenAI defines them). `guide` stands behind the generated
+    tokens already. Threading: step thread only.
     """
 
-    def __init__(self, params: Params, vocab: int, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        params: Params,
+        vocab: int,
+        prompt: Sequence[int],
+        generated: Sequence[int] = (),
+        guide: Guide | None = None,
+    ) -> None:
         self.params = params
         self._bias_ids = np.array([t for t in params.logit_bias if 0 <= t < vocab], dtype=np.int64)
         self._bias = np.array([params.logit_bias[int(t)] for t in self._bias_ids], dtype=np.float32)
@@ -113,20 +132,26 @@ class Sampler:
             self._seen = np.zeros(vocab, dtype=np.bool_)
             self._seen[np.asarray(prompt, dtype=np.int64)] = True
         self._counts: dict[int, int] = {}
+        self._guide: Guide | None = None
         for token in generated:
             self.accept(token)
+        self._guide = guide
 
     def accept(self, token: int) -> None:
         """Count a token that was generated."""
         self._counts[token] = self._counts.get(token, 0) + 1
         if self._seen is not None:
             self._seen[token] = True
+        if self._guide is not None:
+            self._guide.accept(token)
 
     def sample(self, logits: Floats, position: int) -> int:  # logits [vocab]
         """The token for index `position` of the context. Raises BadLogits for NaN; `logits` is not changed."""
         params = self.params
         if params.changes_logits:
             logits = self._adjust(logits)
+        if self._guide is not None:
+            logits = self._guide.masked(logits)
         best = int(np.argmax(logits))  # NaN wins an argmax, so one look at the winner finds any
         if not np.isfinite(logits[best]):
             raise BadLogits("the model's output is not a number")

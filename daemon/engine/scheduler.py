@@ -6,6 +6,8 @@
   streams at most by that much and never stops them.
 - Among prompts the oldest has half of the rows for sure (nothing starves it) and the shortest have the other half (a
   long one does not make short ones wait). A step in which a short prompt can end is a short step.
+- Of prompts that go on with the same pages the first in rank computes them, and the others wait for that and give it
+  their rows (`sharing`). Its chunk ends where the first of them goes another way.
 - Pages: a stream is admitted when its prompt fits into memory, device and host together, beside what the active ones
   still need. When memory runs out all the same, the last in rank gives its pages back and waits. Rank never changes, so
   the first in rank always goes on, and no two preempt each other in turn. While one gets no page, nobody is let in
@@ -89,13 +91,23 @@ class Stream:
     pages: int = 0  # pages in memory that its lease holds
     held_until: int = 0  # rows before this position have device pages to be written to
     limit: int = 1 << 62  # rows may go this far now: what follows is there already, or comes by itself
-    shared: int = 0  # of a waiting one: pages it needs that live requests hold already
+    shared: int = 0  # pages it needs that live requests hold already, or compute for it
+    leader: int | None = None  # computes its next pages: it waits for them
+    shared_until: int = 0  # the token up to which that one computes pages for it
+    width: int = 1  # sequences of equal length that it decodes at once
+    missing: int = 0  # of several sequences: pages that they have to get for their next row
+    drafted: int = 0  # rows beyond its known tokens that it would like to have when it decodes
     waited_s: float = 0.0  # in the queue
 
     @property
     def remaining(self) -> int:
         """Rows that can be computed now before the next token can be drawn, or the next known page begins."""
         return min(self.known_tokens, self.limit) - self.computed_tokens
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that a row of it stands for: a prompt is one, whatever becomes of it."""
+        return self.width if self.phase is Phase.DECODE else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +142,13 @@ class Plan:
 def plan(snapshot: Snapshot, limits: Limits) -> Plan:
     """The next step. Streams appear in it in order of rank."""
     streams = sorted(snapshot.streams, key=lambda stream: stream.rank)
-    decoding = [stream for stream in streams if stream.phase is Phase.DECODE]
+    decoding = _decoding(streams, limits)
     prefilling = [stream for stream in streams if stream.phase is Phase.PREFILL]
     soon = prefilling + [stream for stream in streams if stream.phase is Phase.FETCHING]
-    budget = min(prefill_rows(limits, snapshot.rates, len(decoding), soon), limits.max_rows - len(decoding))
+    left = limits.max_rows - sum(stream.width for stream in decoding)
+    budget = min(prefill_rows(limits, snapshot.rates, len(decoding), soon), left)
     rows = {stream.id: 1 for stream in decoding} | share(budget, prefilling)
+    drafts = 0 if prefilling else left  # rows of prompts are sure to be of use
 
     free, device = snapshot.free_pages, snapshot.device_pages
     active = [stream for stream in streams if stream.phase in ACTIVE]
@@ -158,15 +172,30 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
         if not count:
             starved = starved or stream
             continue
+        if drafts and stream.drafted and stream.phase is Phase.DECODE:
+            more, pages = _fit(stream, 1 + min(stream.drafted, drafts), min(free, device), limits.page_tokens)
+            if more > count:
+                count, needed, drafts = more, pages, drafts - more + 1
         free -= needed
         device -= needed
         end = stream.computed_tokens + count
-        chunks.append(Chunk(stream.id, stream.computed_tokens, count, end == stream.known_tokens))
+        chunks.append(Chunk(stream.id, stream.computed_tokens, count, end >= stream.known_tokens))
     if starved is not None:
         # It would take the pages of whoever is let in after it, at once, and so on in turn.
         streams = [stream for stream in streams if stream.phase in ACTIVE or stream.rank < starved.rank]
     admit = () if preempt else _admit(streams, free, limits)
     return Plan(tuple(preempt), admit, tuple(chunks))
+
+
+def _decoding(streams: Iterable[Stream], limits: Limits) -> list[Stream]:
+    """Who decodes in this step: all of them, unless beams are more than the rows that a step can have."""
+    found: list[Stream] = []
+    left = limits.max_rows
+    for stream in streams:
+        if stream.phase is Phase.DECODE and stream.width <= left:
+            found.append(stream)
+            left -= stream.width
+    return found
 
 
 def prefill_rows(limits: Limits, rates: Rates, decoding: int, prefilling: Iterable[Stream] = ()) -> int:
@@ -184,18 +213,25 @@ def prefill_rows(limits: Limits, rates: Rates, decoding: int, prefilling: Iterab
 
 
 def share(budget: int, prefilling: Iterable[Stream]) -> dict[int, int]:
-    """Rows by stream id: half for the first in rank, the rest to the shortest first."""
+    """Rows by stream id: half for the first in rank, the rest to the shortest first, or to whom that one waits for."""
     by_rank = sorted(prefilling, key=lambda stream: stream.rank)
     rows: dict[int, int] = {}
     if not by_rank or budget <= 0:
         return rows
-    oldest = by_rank[0]
-    rows[oldest.id] = min(oldest.remaining, -(-budget // 2))
+    most = {stream.id: stream.remaining for stream in by_rank if stream.leader is None}
+    starts = {stream.id: stream.computed_tokens for stream in by_rank}
+    for stream in by_rank:
+        if stream.leader is not None:
+            until = stream.shared_until - starts[stream.leader]
+            most[stream.leader] = min(most[stream.leader], until)
+    oldest = by_rank[0]  # it waits for nobody
+    rows[oldest.id] = min(most[oldest.id], -(-budget // 2))
     left = budget - rows[oldest.id]
     for stream in sorted(by_rank, key=lambda stream: (stream.remaining, stream.rank)):
-        count = min(stream.remaining - rows.get(stream.id, 0), left)
+        worker = stream.id if stream.leader is None else stream.leader
+        count = min(most[worker] - rows.get(worker, 0), left)
         if count > 0:
-            rows[stream.id] = rows.get(stream.id, 0) + count
+            rows[worker] = rows.get(worker, 0) + count
             left -= count
     return rows
 
@@ -220,6 +256,8 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 
 def _fit(stream: Stream, count: int, free: int, page_tokens: int) -> tuple[int, int]:
     """(rows, new pages): as many of `count` rows as the pages of the stream and `free` more can hold."""
+    if stream.sequences > 1:
+        return (1, stream.missing) if stream.missing <= free else (0, 0)
     held_pages = pages_for(stream.held_until, page_tokens)
     room = (held_pages + max(free, 0)) * page_tokens - stream.computed_tokens
     count = max(min(count, room), 0)
@@ -230,15 +268,14 @@ def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
     """Waiting streams that may begin, in rank order."""
     active = [stream for stream in streams if stream.phase in ACTIVE]
     places = limits.max_streams - len(active)
-    # What the active ones still need for their known tokens, and a page each to go on.
-    free -= sum(max(pages_for(s.known_tokens, limits.page_tokens) + 1 - s.pages, 0) for s in active)
+    free -= sum(_needed(stream, limits.page_tokens) for stream in active)
     admitted: list[int] = []
     for stream in streams:
         if stream.phase is not Phase.WAITING:
             continue
         if not places:
             break
-        needed = pages_for(stream.known_tokens + 1, limits.page_tokens) - stream.shared
+        needed = pages_for(stream.known_tokens + 1, limits.page_tokens) + stream.width - 1 - stream.shared
         if needed <= free or not (active or admitted):
             admitted.append(stream.id)
             free -= needed
@@ -246,6 +283,13 @@ def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
         elif stream.waited_s >= PATIENCE_S:
             break  # nobody passes it any more
     return tuple(admitted)
+
+
+def _needed(stream: Stream, page_tokens: int) -> int:
+    """Pages that an active one still needs for its known tokens, and one for each of its sequences to go on."""
+    if stream.sequences > 1:
+        return stream.width
+    return max(pages_for(stream.known_tokens, page_tokens) + stream.width - stream.pages - stream.shared, 0)
 
 
 def _smooth(old: float, new: float) -> float:

@@ -43,6 +43,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     writes: dict[str, Any]  # to the disk: since the start, and today against the budget
     store: dict[str, Any]  # figures of the disk tier since it was opened; empty without one
     streaming: dict[str, Any]  # pages that steps read from the store because no memory holds them
+    speculation: dict[str, Any]  # drafted tokens, how many were right, and what a drafted row costs beside a step
+    weights: dict[str, Any]  # where they lie, and what passes read of them; empty when nobody says
 
 
 class Meter:
@@ -68,8 +70,18 @@ class Meter:
 class StatusBoard:
     """Holds the newest snapshot. Threading: `publish` on the step thread, `latest` and `state` from any."""
 
-    def __init__(self, model: str, context: int, streams: Streams, pager: Pager, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: str,
+        context: int,
+        streams: Streams,
+        pager: Pager,
+        clock: Callable[[], float],
+        weights: Callable[[], object] = dict,
+    ) -> None:
+        """`weights` says where the weights lie, for `EngineStatus.weights`."""
         self.state = "ready"
+        self._weights = weights
         self._model = model
         self._context = context
         self._streams = streams
@@ -116,6 +128,8 @@ class StatusBoard:
             pager=_counters(stats),
             writes=msgspec.to_builtins(stats.writes),
             streaming=streams.streaming,
+            speculation=streams.speculation,
+            weights=msgspec.to_builtins(self._weights()),
             store=msgspec.to_builtins(self._pager.store.statistics()) if self._pager.store is not None else {},
         )
 

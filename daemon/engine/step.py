@@ -21,6 +21,7 @@ from tierd.daemon.engine.scheduler import Phase
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.errors import EngineFailed, TooBusy
 from tierd.daemon.protocol import Event
+from tierd.tiers.errors import WeightsLost
 from tierd.tiers.pager import Pager
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,13 @@ class StepLoop:
         steps = self._streams.totals.steps
         try:
             worked = self._streams.turn()
+        except WeightsLost as lost:
+            # A fresh process would read the same disk: this one goes on, and the next request tries again.
+            log.error("a step could not be computed: %s", lost)
+            self._streams.fail_all(
+                EngineFailed(f"the model can't be read from its disk: {lost}", hint="`tierd show --verify` checks it")
+            )
+            return True
         except Exception as exc:
             self._failures += 1
             log.exception("a step failed")

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
-from tierd.daemon.engine import batch, fetch, scheduler
+from tierd.daemon.engine import fetch, scheduler, sharing
+from tierd.daemon.engine.beams import MAX_RESTARTS, Beams
+from tierd.daemon.engine.outbox import Outbox
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates, Snapshot
-from tierd.daemon.errors import OutOfSpace, TierdError, to_wire
+from tierd.daemon.engine.sharing import Following
+from tierd.daemon.engine.speculate import Speculate, Speculator
+from tierd.daemon.engine.stepping import Logits, Steps, Work
+from tierd.daemon.errors import EngineFailed, OutOfSpace, TierdError, to_wire
 from tierd.daemon.protocol import Event
-from tierd.tiers.errors import StagingLost, TierFull
+from tierd.tiers.errors import TierFull
 from tierd.tiers.lease import Lease
-from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
-from tierd.tiers.policy import CostEstimator
+from tierd.tiers.prefixes import Prefixes
 
 log = logging.getLogger(__name__)
 
@@ -30,24 +30,6 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 30.0
 # Pages that eviction promised have to come within this time, even from a slow disk; then somebody gives up his.
 STUCK_S = 30.0
-# Steps in a row whose streamed pages could not be read. Each time what was lost is computed again; a disk that loses
-# pages as fast as they are computed is turned off.
-MAX_LOST_STEPS = 5
-# An event costs io thread, front and client a millisecond together, a tenth of a decode step on two cores that have to
-# compute as well. 20 pieces of text a second look as smooth as 100.
-TELL_EVERY_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A chunk that has its pages."""
-
-    request: Request
-    lease: Lease
-    chunk: Chunk
-    decodes: bool
-    pages: batch.Addresses
-    streamed: list[PageKey]
 
 
 class Streams:
@@ -57,18 +39,21 @@ class Streams:
     collected, and holds a lease exactly in FETCHING, PREFILL and DECODE.
     """
 
-    def __init__(self, pager: Pager, runner: Runner, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, pager: Pager, runner: Runner, limits: Limits, clock: Callable[[], float],
+        prefixes: Prefixes | None = None, speculate: Speculate = Speculate.AUTO,
+    ) -> None:  # fmt: skip
         self._pager = pager
+        self._prefixes = prefixes or Prefixes(pager, None)
         self._runner = runner
         self._limits = limits
         self._clock = clock
         self._moved_s = clock()
         self._requests: dict[int, Request] = {}
-        self._events: list[Event] = []
-        self._estimator = CostEstimator()
-        self._lost_steps = 0  # in a row
-        self.rates = Rates()
+        self._outbox = Outbox()
+        self._following: dict[int, Following] = {}  # as of the last snapshot
         self.totals = Totals()
+        self._steps = Steps(pager, runner, limits, clock, self.totals, Speculator(speculate))
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -77,9 +62,25 @@ class Streams:
         return iter(self._requests.values())
 
     @property
+    def rates(self) -> Rates:
+        """What steps take, as measured."""
+        return self._steps.rates
+
+    @property
     def streaming(self) -> dict[str, int | float]:
         """What was read from the store by running steps."""
         return self._runner.streaming | {"lost_steps": self.totals.lost_steps}
+
+    @property
+    def speculation(self) -> dict[str, int | float | str]:
+        """The setting, what was drafted, and what a drafted row costs, in steps."""
+        speculator, totals = self._steps.speculator, self.totals
+        return {
+            "mode": speculator.mode.value,
+            "drafted_tokens": totals.drafted_tokens,
+            "right_drafts": totals.right_drafts,
+            "row_share": round(speculator.row_share, 3),
+        }
 
     def count(self, *phases: Phase) -> int:
         """Requests in any of these phases."""
@@ -87,8 +88,7 @@ class Streams:
 
     def take_events(self) -> list[Event]:
         """The events collected since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        return self._outbox.take()
 
     # -- from outside ----------------------------------------------------------------------------------------------
 
@@ -96,7 +96,11 @@ class Streams:
         """Take a request in. One that was resumed with nothing left to say ends at once."""
         self._requests[request.id] = request
         self.totals.requests += 1
-        if (over := request.over) is not None:
+        width = 1 if request.beams is None else request.beams.width
+        if width > min(self._limits.max_rows, self._pager.device.slots):
+            most = min(self._limits.max_rows, self._pager.device.slots)
+            self.fail(request, OutOfSpace(f"a step has room for {most} beams, not for {width}", param="beam_width"))
+        elif (over := request.over) is not None:
             self._finish(request, over)
 
     def cancel(self, request_id: int) -> None:
@@ -134,7 +138,9 @@ class Streams:
         """
         now_s = self._clock()
         moved = self._pager.poll(now_s)
+        self._prefixes.expire()
         self._arrive(now_s)
+        self._steps.draft(self._requests.values())
         plan = scheduler.plan(self._snapshot(now_s), self._limits)
         for request_id in plan.preempt:
             self._preempt(self._requests[request_id])
@@ -144,25 +150,20 @@ class Streams:
         if plan.admit or plan.preempt:
             # Who was just let in takes part in this very step: it must not wait for 512 rows of somebody else.
             chunks = scheduler.plan(self._snapshot(now_s), self._limits).chunks
+        for request in self._requests.values():
+            if request.lease is not None and request.id not in self._following:
+                self._accept(request, request.lease)
         work = self._gather(chunks)
         if work:
             self._compute(work)
-        self._tell()
+        self._outbox.due(self._requests.values(), self._clock())
         self._unstick(self._clock(), bool(work))  # the step itself may have taken long
         # Not for whoever was let in and can't compute yet: it waits for pages.
         return bool(work or plan.preempt or moved)
 
     def _snapshot(self, now_s: float) -> Snapshot:
-        streams = tuple(request.seen(now_s, self._shared(request)) for request in self._requests.values())
+        streams, self._following = sharing.look(self._requests.values(), self._pager, self._limits, now_s)
         return Snapshot(streams, self._pager.memory_pages, self._pager.writable_pages, self.rates)
-
-    def _shared(self, request: Request) -> int:
-        """Pages of a waiting request that cost no memory, for live ones need them anyway."""
-        if request.phase is not Phase.WAITING or not 0 < len(self._pager.leases) < self._limits.max_streams:
-            return 0  # nothing is shared, or nobody is let in
-        if not request.keys:
-            request.keys = self._pager.chain(request.tokens, request.salt)
-        return self._pager.leased_pages(request.keys)
 
     def _admit(self, request: Request, now_s: float) -> None:
         """Pin what is known of its tokens and start moving it to memory."""
@@ -170,10 +171,13 @@ class Streams:
             self._moved_s = now_s  # nobody waited for pages until now, however long ago the last turn was
         try:
             again = request.times.admitted_s > 0.0 or request.resumed > 0
-            lease = self._pager.match(request.tokens, request.salt, again=again)
+            lease = self._pager.match(
+                request.tokens, request.salt, again=again, tenant=request.tenant, quota_pages=request.quota_pages
+            )
         except Exception as exc:
             self.fail(request, exc)
             return
+        sharing.keys_of(request, self._pager)
         request.lease, request.phase = lease, Phase.FETCHING
         request.times.admitted_s = request.times.admitted_s or now_s
         request.fetched_s, request.fetched_pages, request.settled = now_s, len(lease.absent), False
@@ -195,6 +199,9 @@ class Streams:
 
     def _advance(self, request: Request, lease: Lease, now_s: float) -> None:
         """Where a request stands: past what is there, before what is to be computed or waited for."""
+        if request.beams is not None and request.beams.forked:
+            self._advance_beams(request, request.beams)
+            return
         self._pager.tables.refresh(lease)
         if request.phase is Phase.FETCHING:
             if not fetch.may_compute(self._pager, request, lease, now_s):
@@ -209,8 +216,22 @@ class Streams:
             if lease.private and not self._pager.writable_pages:
                 self._pager.committer.shorten(lease)
         if request.phase is Phase.PREFILL:
+            if pages := self._pager.adopt(lease, request.tokens):
+                size = self._limits.page_tokens
+                self.totals.cached_tokens += request.spare(pages * size, len(lease.nodes) * size)
             request.computed = lease.skip(request.computed)
-        self._accept(request, lease)
+
+    def _advance_beams(self, request: Request, beams: Beams) -> None:
+        """Fork what is to be forked. A search that lost a page begins again: what it computed is known."""
+        for lease in beams.leases:
+            self._pager.tables.refresh(lease)
+        if not beams.is_broken(request.computed):
+            beams.settle(self._pager, request)
+        elif beams.restarts < MAX_RESTARTS:
+            beams.restarts += 1
+            self._preempt(request)
+        else:
+            self.fail(request, EngineFailed("pages of a beam search were lost again and again"))
 
     def _accept(self, request: Request, lease: Lease) -> None:
         """Tell how much of the prompt was found, once everything that was found is there or was computed after all."""
@@ -220,48 +241,33 @@ class Streams:
         request.covered(lease)
         if not request.accepted:
             request.accepted = True
+            if request.fetched_pages:
+                request.times.restored_s = self._clock()
             self.totals.prompt_tokens += request.prompt_tokens
             self.totals.cached_tokens += request.cached_tokens
-            data = {"prompt_tokens": request.prompt_tokens, "cached_tokens": request.cached_tokens}
-            self._events.append(Event(request.id, "accepted", data))
+            self._outbox.accepted(request)
 
     def _preempt(self, request: Request) -> None:
         """Give its pages back. It keeps its rank and its tokens and returns by match and fetch."""
         self.totals.preemptions += 1
         self._release(request)
         request.phase, request.keys = Phase.WAITING, []
+        if request.beams is not None:
+            del request.tokens[request.prompt_tokens :]
 
-    def _gather(self, chunks: Iterable[Chunk]) -> list[_Work]:
+    def _gather(self, chunks: Iterable[Chunk]) -> list[Work]:
         """The chunks that have pages for all their rows now."""
-        work = []
-        for chunk in chunks:
-            request = self._requests[chunk.id]
-            lease = request.lease
-            assert lease is not None  # the plan has chunks only for requests in PREFILL and DECODE
-            end = chunk.start + chunk.count
-            try:
-                if not self._pager.allocate(lease, chunk.start, end):
-                    continue
-                pages = self._pager.tables.addresses(lease, scheduler.pages_for(end, self._limits.page_tokens))
-            except TierFull:
-                if max(end, lease.reached) > self._pager.capacity_pages * self._limits.page_tokens:
-                    self.fail(request, self._no_room(end))
-                else:
-                    self._preempt(request)  # its own newest page is in the way of an older one: begin again
-            except Exception as exc:
-                self.fail(request, exc)
+        work, failed = self._steps.gather((self._requests[chunk.id], chunk) for chunk in chunks)
+        capacity = self._pager.capacity_pages * self._limits.page_tokens
+        for item, exc in failed:
+            end = item.chunk.start + item.chunk.count
+            if not isinstance(exc, TierFull):
+                self.fail(item.request, exc)
+            elif max(end, *(part.lease.reached for part in item.parts)) > capacity:
+                self.fail(item.request, self._no_room(end))
             else:
-                work.append(_Work(request, lease, chunk, request.phase is Phase.DECODE, pages, []))
-        # Slots for one chunk may have cost another one a page in memory: look again, now that all have theirs.
-        return [found for item in work if (found := self._located(item)) is not None]
-
-    def _located(self, item: _Work) -> _Work | None:
-        """The chunk with its pages as they lie now; None when one of them is nowhere any more."""
-        tables = self._pager.tables
-        pages = tables.addresses(item.lease, len(item.pages))
-        if any(place < len(pages) and place not in item.lease.filling for place in item.lease.absent):
-            return None
-        return replace(item, pages=pages, streamed=tables.streamed(item.lease, pages))
+                self._preempt(item.request)  # its own newest page is in the way of an older one: begin again
+        return work
 
     def _no_room(self, tokens: int) -> OutOfSpace:
         return OutOfSpace(
@@ -281,106 +287,95 @@ class Streams:
             # Not preempted: it would come back and wait for the same pages.
             self.fail(last, self._no_room(last.computed + 1))
 
-    def _compute(self, work: list[_Work]) -> None:
+    def _compute(self, work: list[Work]) -> None:
         """Run the rows, then draw, commit and tell for each stream on its own."""
-        rows = [
-            batch.Rows(
-                item.request.tokens[item.chunk.start : item.chunk.start + item.chunk.count],
-                item.chunk.start,
-                item.pages,
-                item.chunk.sample,
-            )
-            for item in work
-        ]
-        started_s = self._clock()
-        for item in work:
-            item.request.times.started_s = item.request.times.started_s or started_s
-        try:
-            logits = self._runner.run(
-                batch.build(rows, self._limits.page_tokens), [key for item in work for key in item.streamed]
-            )
-        except StagingLost as lost:
-            self._lose(lost)
+        found = self._steps.run(work)
+        if found is None:
             return
-        if any(item.streamed for item in work):
-            self._lost_steps = 0
         now_s = self._clock()
-        decode_rows = sum(item.decodes for item in work)
-        prefill_rows = sum(item.chunk.count for item in work if not item.decodes)
-        self.rates = self.rates.after(now_s - started_s, decode_rows, prefill_rows)
-        self.totals.steps += 1
-        self.totals.step_s += now_s - started_s
-        self.totals.prefill_rows += prefill_rows
-        if prefill_rows and not decode_rows and not any(item.streamed for item in work):
-            positions = sum(item.chunk.count * (item.chunk.start + item.chunk.count / 2) for item in work)
-            self._estimator.add(prefill_rows, positions / prefill_rows, now_s - started_s)
-            self._pager.residency.cost = self._estimator.cost
-        drawn = iter(logits)
-        for item in work:
-            row = next(drawn) if item.chunk.sample else None
+        for item, logits in zip(work, found, strict=True):
             try:
-                self._absorb(item, row, now_s)
+                self._absorb(item, logits, now_s)
             except Exception as exc:
                 if item.request.phase is Phase.FINISHED:
                     raise  # it has ended; what failed is giving back its pages
                 self.fail(item.request, exc)
 
-    def _lose(self, lost: StagingLost) -> None:
-        """A step could not be computed: its requests compute what was lost once more."""
-        self.totals.lost_steps += 1
-        self._lost_steps += 1
-        log.warning("a step found %d streamed pages missing: %s", len(lost.keys), lost)
-        self._pager.tables.lose(lost, self._pager.leases)
-        if self._lost_steps >= MAX_LOST_STEPS:
-            self._pager.writeback.turn_off(f"{self._lost_steps} steps in a row could not read their pages: {lost}")
-
-    def _absorb(self, item: _Work, logits: npt.NDArray[np.float32] | None, now_s: float) -> None:
+    def _absorb(self, item: Work, logits: Logits, now_s: float) -> None:  # [wanted, vocab]
         """Book the rows of one stream and draw its next token if they were its last."""
         request, before = item.request, item.request.computed
-        request.computed += item.chunk.count
-        if request.computed // self._limits.page_tokens > before // self._limits.page_tokens:
-            self._pager.commit(item.lease, request.tokens[: request.computed])
-            self._accept(request, item.lease)
-        if logits is None:
+        # What was computed for drafted tokens counts when they turn out right.
+        request.computed = min(before + item.chunk.count, len(request.tokens))
+        if request.beams is not None and (request.beams.forked or item.chunk.sample):
+            self._search(request, request.beams, logits, now_s)
             return
+        self._commit(request, item.parts[0].lease, before)
+        if not len(logits):
+            return
+        if request.phase is Phase.PREFILL:
+            self._keep(request, item.parts[0].lease)
         request.phase = Phase.DECODE
-        token = request.sampler.sample(logits, len(request.tokens))
-        text, over = request.append(token, now_s)
-        self.totals.generated_tokens += 1
-        request.unsent_text += text
+        known = request.computed
+        over = self._steps.draw(request, logits, now_s)
+        self._commit(request, item.parts[0].lease, known)
         if over is not None:
             self._finish(request, over)
 
-    def _tell(self) -> None:
-        """Hand out text: the first of a stream at once, more of it when it had none for a while."""
-        now_s = self._clock()
-        for request in self._requests.values():
-            if request.unsent_text and now_s - request.told_s >= TELL_EVERY_S:
-                request.told_s = now_s
-                self._tell_one(request)
+    def _commit(self, request: Request, lease: Lease, before: int) -> None:
+        """Name the pages that were filled since the request had computed `before` rows."""
+        request.farthest = max(request.farthest, request.computed)
+        if request.computed // self._limits.page_tokens > before // self._limits.page_tokens:
+            self._pager.commit(lease, request.tokens[: request.computed])
+            self._accept(request, lease)
 
-    def _tell_one(self, request: Request) -> None:
-        # Tokens travel with the text they made, so that whoever resumes holds exactly the tokens of its text.
-        self._events.append(Event(request.id, "text", {"text": request.unsent_text, "tokens": request.unsent}))
-        request.unsent, request.unsent_text = [], ""
+    def _keep(self, request: Request, lease: Lease) -> None:
+        """Grant the wishes of a request whose prompt is computed, or found."""
+        for tokens, ttl_s in request.keep:
+            if 0 < (pages := tokens // self._limits.page_tokens) <= len(lease.nodes):
+                self._prefixes.keep(lease.nodes[pages - 1], ttl_s)
+
+    def _search(self, request: Request, beams: Beams, logits: Logits, now_s: float) -> None:
+        """One token more for each hypothesis; at the end the best of them are told."""
+        assert request.lease is not None
+        if not beams.forked:
+            self._pager.commit(request.lease, request.tokens[: request.computed])
+            self._accept(request, request.lease)
+        request.phase = Phase.DECODE
+        beams.take(self._pager, request, logits)
+        request.times.first_token_s = request.times.first_token_s or now_s
+        request.times.last_token_s = now_s
+        self.totals.generated_tokens += 1
+        assert beams.search is not None
+        if not beams.search.over:
+            request.tokens[request.prompt_tokens :] = beams.search.running[0].tokens
+            return
+        request.tokens[request.prompt_tokens :] = beams.best()[0].tokens
+        self._leave(request)
+        self._outbox.beams(request)
+        self._let_go(request)
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, finish: Finish) -> None:
-        if request.unsent and not request.unsent_text:
-            self._tell_one(request)  # no text, but the client gets all tokens of a complete answer
-        data = {"finish": finish.value, "usage": request.usage(), "timings": request.timings()}
-        self._end(request, "done", data)
+        if request.remember is not None:
+            request.remember(request)
+        self._leave(request)
+        self._outbox.done(request, finish)
+        self._let_go(request)
 
     def _end(self, request: Request, event: str, data: Mapping[str, object]) -> None:
-        """The one way out: the terminal event is collected even when giving back the pages fails."""
+        self._leave(request)
+        self._outbox.end(request, event, data)
+        self._let_go(request)
+
+    def _leave(self, request: Request) -> None:
+        """The one way out: this, then the terminal event, then `_let_go`, which may fail."""
         assert request.phase is not Phase.FINISHED
         del self._requests[request.id]
         if not self._requests:
             self._runner.rest()
-        if request.unsent_text:
-            self._tell_one(request)
-        self._events.append(Event(request.id, event, dict(data)))
+
+    def _let_go(self, request: Request) -> None:
         try:
             self._release(request)
         finally:
@@ -389,7 +384,10 @@ class Streams:
     def _release(self, request: Request) -> None:
         """Give the lease back with every token that is complete in its pages: full ones and the tail stay known."""
         lease, request.lease = request.lease, None
-        if lease is not None:
+        if request.beams is not None and request.beams.forked:
+            request.computed = 0
+            request.beams.release(self._pager, request)
+        elif lease is not None:
             computed = request.computed if request.phase is not Phase.FETCHING else 0
             request.computed = 0
             self._pager.release(lease, request.tokens[:computed])

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from tierd.daemon.config import total_memory_bytes
 from tierd.daemon.errors import BadRequest, Conflict, EngineFailed, NotFound, OutOfSpace, Unsupported
+from tierd.daemon.machine import total_memory_bytes
+from tierd.daemon.models.placement import DoesNotFit
 from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class _Prefix(msgspec.Struct, forbid_unknown_fields=True):
 class _Resize(msgspec.Struct, forbid_unknown_fields=True):
     device_bytes: int | None = None
     host_bytes: int | None = None
+    weights_bytes: int | None = None
     timeout_s: float = RESIZE_TIMEOUT_S
 
 
@@ -81,32 +83,49 @@ async def _change(engine: Engine, verb: Callable[[str], int], prefix_id: str) ->
 
 
 async def resize(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes the sizes of the arenas while streams go on; returns the sizes then.
+    """Changes the sizes of the arenas, and the memory of weights, while streams go on; returns the sizes then.
 
     Raises OutOfSpace, with the number that would do, when it can't be: more than the machine has, less than running
     requests need, or slots that did not become free in time. The old sizes hold then.
     """
     wanted = _typed(args, _Resize, "resize")
     pager, record_bytes = engine.pager, engine.pager.device.record_bytes
-    if wanted.device_bytes is None and wanted.host_bytes is None:
-        raise BadRequest("give device_bytes, host_bytes or both", param="device_bytes")
+    if wanted.device_bytes is None and wanted.host_bytes is None and wanted.weights_bytes is None:
+        raise BadRequest("give device_bytes, host_bytes or weights_bytes", param="device_bytes")
     if not 0 <= wanted.timeout_s <= 600:
         raise BadRequest("timeout_s must be a number of seconds from 0 to 600", param="timeout_s")
     device_slots = None if wanted.device_bytes is None else wanted.device_bytes // record_bytes
     host_slots = None if wanted.host_bytes is None else wanted.host_bytes // record_bytes
-    for name, size in (("device_bytes", wanted.device_bytes), ("host_bytes", wanted.host_bytes)):
+    for name in ("device_bytes", "host_bytes", "weights_bytes"):
+        size: int | None = getattr(wanted, name)
         if size is not None and size < 0:
             raise BadRequest(f"{name} must not be negative", param=name)
     if device_slots == 0:
         raise BadRequest(f"the device needs {record_bytes} bytes, which is a page", param="device_bytes")
-    _check_memory(wanted, (pager.device.slots * record_bytes, pager.host.slots * record_bytes), total_memory_bytes())
+    _check_memory(wanted, engine, total_memory_bytes())
+    if wanted.weights_bytes is not None:
+        await _move_weights(engine, wanted.weights_bytes, pager.clock() + wanted.timeout_s)
+    if device_slots is not None or host_slots is not None:
+        await _resize_arenas(engine, device_slots, host_slots, wanted.timeout_s)
+    _tell_capacity(engine)
+    return {
+        "device_bytes": pager.device.slots * record_bytes,
+        "host_bytes": pager.host.slots * record_bytes,
+        "device_pages": pager.device.slots,
+        "host_pages": pager.host.slots,
+        "weights_bytes": engine.weights.memory_bytes,
+    }
+
+
+async def _resize_arenas(engine: Engine, device_slots: int | None, host_slots: int | None, timeout_s: float) -> None:
+    pager, record_bytes = engine.pager, engine.pager.device.record_bytes
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[str] = loop.create_future()
 
     def done(reason: str) -> None:
         loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(reason))
 
-    deadline_s = pager.clock() + wanted.timeout_s
+    deadline_s = pager.clock() + timeout_s
     try:
         call = engine.loop.call(lambda: pager.resizer.start(device_slots, host_slots, deadline_s, done))
         await asyncio.wrap_future(call)
@@ -119,27 +138,43 @@ async def resize(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
         await asyncio.wait([ended], timeout=_WAKE_EVERY_S)
     if reason := ended.result():
         raise OutOfSpace(
-            f"{reason} after {wanted.timeout_s:g} s; the old sizes hold", hint="try again when fewer requests run"
+            f"{reason} after {timeout_s:g} s; the old sizes hold", hint="try again when fewer requests run"
         )
-    _tell_capacity(engine)
-    return {
-        "device_bytes": pager.device.slots * record_bytes,
-        "host_bytes": pager.host.slots * record_bytes,
-        "device_pages": pager.device.slots,
-        "host_pages": pager.host.slots,
-    }
 
 
-def _check_memory(wanted: _Resize, now: tuple[int, int], total_bytes: int) -> None:
-    """Both arenas lie in RAM. Raises OutOfSpace that says how much would fit."""
-    device_bytes = now[0] if wanted.device_bytes is None else wanted.device_bytes
-    host_bytes = now[1] if wanted.host_bytes is None else wanted.host_bytes
-    if device_bytes + host_bytes <= total_bytes:
+async def _move_weights(engine: Engine, weights_bytes: int, deadline_s: float) -> None:
+    """Records leave memory or come into it one by one, each between two steps."""
+    try:
+        await asyncio.wrap_future(engine.loop.call(lambda: engine.weights.retarget(weights_bytes)))
+    except DoesNotFit as exc:
+        raise OutOfSpace(
+            f"{weights_bytes} bytes are too little for the weights: even streamed they need {exc.needed_bytes}",
+            param="weights_bytes",
+        ) from None
+    while await asyncio.wrap_future(engine.loop.call(engine.weights.settle)):
+        if engine.pager.clock() >= deadline_s:
+            raise OutOfSpace(
+                "not all weights came into memory in time; those that did not go on being streamed",
+                hint="say it once more, with a larger --timeout",
+            )
+
+
+def _check_memory(wanted: _Resize, engine: Engine, total_bytes: int) -> None:
+    """All of it lies in RAM. Raises OutOfSpace that says how much would fit."""
+    pager, record_bytes = engine.pager, engine.pager.device.record_bytes
+    now = {"device": pager.device.slots * record_bytes, "host": pager.host.slots * record_bytes}
+    asked = {"device": wanted.device_bytes, "host": wanted.host_bytes}
+    if wanted.weights_bytes is not None:  # otherwise they are not counted: those in the page cache can leave it
+        asked["weights"], now["weights"] = min(wanted.weights_bytes, engine.weights.total_bytes), 0
+    sizes = {name: now[name] if size is None else size for name, size in asked.items()}
+    if sum(sizes.values()) <= total_bytes:
         return
-    name, other = ("device", host_bytes) if wanted.device_bytes is not None else ("host", device_bytes)
+    name = next(name for name, size in asked.items() if size is not None)
+    others = sum(sizes.values()) - sizes[name]
+    whole = " and ".join(f"{size / 1e9:.1f} GB of {each} memory" for each, size in sizes.items())
     raise OutOfSpace(
-        f"{device_bytes / 1e9:.1f} GB on the device and {host_bytes / 1e9:.1f} GB below are more than this machine's "
-        f"memory of {total_bytes / 1e9:.1f} GB; {max(0, total_bytes - other)} bytes of {name} memory would fit",
+        f"{whole} are more than this machine's memory of {total_bytes / 1e9:.1f} GB; "
+        f"{max(0, total_bytes - others)} bytes of {name} memory would fit",
         param=f"{name}_bytes",
     )
 

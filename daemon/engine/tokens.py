@@ -13,12 +13,13 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from tierd.daemon.engine.answer import overlap
 from tierd.daemon.errors import ModelInvalid
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -35,7 +36,10 @@ class Vocabulary:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
+        self.added = {token.content: int(number) for number, token in added.items()}
+        """Tokens that stand for a text of their own, whatever surrounds it."""
         self.special = {token.content: int(number) for number, token in added.items() if token.special}
+        """Those of them that are no part of the text."""
         self._special_ids = frozenset(self.special.values())
         self._added_ids = frozenset(added)
         # The state of the decoder alone: the whole tokenizer as JSON takes 0.2 s.
@@ -90,63 +94,70 @@ class Vocabulary:
 
     def text(self, tokens: Iterable[int]) -> str:
         """The whole text of `tokens`, special tokens left out."""
-        stream = TextStream(self)
-        return "".join([stream.push(token) for token in tokens]) + stream.finish()
+        characters = Detokenizer(self)
+        return "".join([characters.push(token) for token in tokens]) + characters.finish()
 
 
-class TextStream:
-    """Detokenizer of one stream: tokens in, text that may be shown out.
+class Detokenizer:
+    """Tokens of one stream in, characters out. Bytes that do not yet make a character are held back.
 
-    Held back: bytes that do not yet make a character, and text that may be the beginning of a stop string. After a stop
-    string was found `stopped` is true, and what came before it has been released. Threading: one owner.
+    `controls`: special tokens that are not left out, and what stands for them. Threading: one owner.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, controls: Mapping[int, str] | None = None) -> None:
         self._vocabulary = vocabulary
+        self._controls = controls or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stop = tuple(text for text in stop if text)
-        self._held = ""
         self._at_start = vocabulary.strips_first_space
-        self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that may be shown now that `token` is known."""
-        if self.stopped:
-            return ""
+        """The characters that are whole now that `token` is known."""
+        if (control := self._controls.get(token)) is not None:
+            return self.finish() + control
         data = self._vocabulary.token_bytes(token)
         if self._at_start and data:
             self._at_start = False
             data = data.removeprefix(b" ")
-        return self._release(self._decoder.decode(data))
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """The text that was held back, when no more tokens come."""
-        if self.stopped:
-            return ""
-        text = self._release(self._decoder.decode(b"", final=True))
-        if not self.stopped:
-            text, self._held = text + self._held, ""
+        """What is left when no more tokens come: half a character is marked."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
         return text
 
-    def _release(self, new: str) -> str:
+
+class StopStrings:
+    """Ends a text before the first of some strings. Text that may be the beginning of one is held back.
+
+    `found` is the string that ended it; what came before it has been released. Threading: one owner.
+    """
+
+    def __init__(self, stop: Sequence[str] = ()) -> None:
+        self._stop = tuple(text for text in stop if text)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, new: str) -> str:
+        """The text that may be shown now."""
         if not self._stop:
             return new
+        if self.found is not None:
+            return ""
         text = self._held + new
-        found = [position for stop in self._stop if (position := text.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max(_overlap(text, stop) for stop in self._stop)
+            place, self.found = min(found)
+            self._held = ""
+            return text[:place]
+        keep = max(overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, shorter than `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    def finish(self) -> str:
+        """The text that was held back, when none follows."""
+        held, self._held = self._held, ""
+        return held
 
 
 def _decoder_kind(decoder: dict[str, Any] | None) -> tuple[bool, bool]:

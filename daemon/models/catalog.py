@@ -114,6 +114,7 @@ def summary(manifest: Manifest) -> dict[str, Any]:
         "source": manifest.source,
         "family": manifest.spec.family,
         "format": manifest.format,
+        "parameters": manifest.spec.parameters,
         "context": manifest.context,
         "bytes": manifest.bytes,
         "digest": manifest.digest,

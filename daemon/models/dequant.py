@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.models.ggml_types import GgmlType
+from tierd.kernels.packing import KQuants, WeightFormat
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
@@ -35,14 +36,8 @@ def dequantize(kind: GgmlType, raw: U8) -> F32:  # raw [rows, row_bytes] -> [row
         case GgmlType.Q8_0 | GgmlType.Q5_0 | GgmlType.Q4_0:
             quants, scale = split_int8(kind, raw)
             values = _grouped(quants) * scale.astype(np.float32)[:, :, None]
-        case GgmlType.Q4_1:
-            unsigned, scale, minimum = split_int4(kind, raw)
-            values = _affine(unsigned, scale, minimum)
-        case GgmlType.Q5_1:
-            blocks = _blocks(raw, 24)
-            values = _affine(
-                _five_bits(blocks[:, :, 4:8], blocks[:, :, 8:]).reshape(rows, -1), _half(blocks, 0), _half(blocks, 2)
-            )
+        case GgmlType.Q4_1 | GgmlType.Q5_1:
+            values = _affine(*split_affine(kind, raw))
         case GgmlType.Q4_K:
             values = _q4_k(_blocks(raw, 144))
         case GgmlType.Q5_K:
@@ -72,28 +67,65 @@ def split_int8(kind: GgmlType, raw: U8) -> tuple[npt.NDArray[np.int8], F16]:  # 
     return quants.reshape(rows, -1), _half(blocks, 0)
 
 
-def split_int4(kind: GgmlType, raw: U8) -> tuple[U8, F16, F16]:  # -> q [rows, cols] in 0..15, scale, minimum
-    """Q4_1 or Q4_0 rows as nibbles, scales and minima: value = q * scale + minimum. Raises ValueError otherwise.
+def split_affine(kind: GgmlType, raw: U8) -> tuple[U8, F16, F16]:  # -> q [rows, cols], scale, minimum [rows, cols / 32]
+    """Q4_1, Q4_0, Q5_1 or Q5_0 rows as integers, scales and minima: value = q * scale + minimum. ValueError otherwise.
 
-    For Q4_0 the minimum is -8 * scale: a multiplication by a power of two, exact unless |scale| > 8188 (no model has
-    such weights; the caller checks that the minima are finite).
+    For Q4_0 and Q5_0 the minimum is -8 or -16 times the scale: a multiplication by a power of two, exact unless the
+    scale is beyond 4094 (no model has such weights; the caller checks that the minima are finite).
     """
     rows = raw.shape[0]
     match kind:
         case GgmlType.Q4_1:
             blocks = _blocks(raw, 20)
-            minimum = _half(blocks, 2)
-            quants = _nibbles(blocks[:, :, 4:])
-            scale = _half(blocks, 0)
+            quants, minimum = _nibbles(blocks[:, :, 4:]), _half(blocks, 2)
+        case GgmlType.Q5_1:
+            blocks = _blocks(raw, 24)
+            quants, minimum = _five_bits(blocks[:, :, 4:8], blocks[:, :, 8:]), _half(blocks, 2)
         case GgmlType.Q4_0:
             blocks = _blocks(raw, 18)
-            scale = _half(blocks, 0)
-            with np.errstate(over="ignore", invalid="ignore"):
-                minimum = scale * np.float16(-8)
-            quants = _nibbles(blocks[:, :, 2:])
+            quants, minimum = _nibbles(blocks[:, :, 2:]), _times(_half(blocks, 0), -8)
+        case GgmlType.Q5_0:
+            blocks = _blocks(raw, 22)
+            quants, minimum = _five_bits(blocks[:, :, 2:6], blocks[:, :, 6:]), _times(_half(blocks, 0), -16)
         case _:
-            raise ValueError(f"{kind.name} doesn't split into int4 groups of {GROUP}")
-    return quants.reshape(rows, -1), scale, minimum
+            raise ValueError(f"{kind.name} doesn't split into scales and minima for {GROUP} columns")
+    return quants.reshape(rows, -1), _half(blocks, 0), minimum
+
+
+def _times(scale: F16, factor: int) -> F16:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return scale * np.float16(factor)
+
+
+def split_k(kind: GgmlType, raw: U8, format: WeightFormat) -> KQuants:
+    """Q4_K, Q5_K or Q6_K rows as integers, and scales and minima as the file has them: steps and how many of each.
+
+    `format` is one of the K formats that holds the kind: int8-k takes signed bytes and sixteen scales a block, which
+    repeats the eight of Q4_K and Q5_K. Raises ValueError for another kind.
+    """
+    rows = raw.shape[0]
+    match kind:
+        case GgmlType.Q4_K:
+            blocks = _blocks(raw, 144)
+            quants, step, base = _paired_nibbles(blocks[:, :, 16:144]), _half(blocks, 0), _half(blocks, 2)
+            scales, minima = _six_bit_scales(blocks[:, :, 4:16])
+        case GgmlType.Q5_K:
+            blocks = _blocks(raw, 176)
+            quants, step, base = _q5_k_quants(blocks), _half(blocks, 0), _half(blocks, 2)
+            scales, minima = _six_bit_scales(blocks[:, :, 4:16])
+        case GgmlType.Q6_K:
+            blocks = _blocks(raw, 210)
+            quants, step = _q6_k_quants(blocks).view(np.uint8), _half(blocks, 208)
+            base = np.zeros_like(step)
+            scales = np.ascontiguousarray(blocks[:, :, 192:208])
+            minima = np.zeros_like(scales)
+        case _:
+            raise ValueError(f"{kind.name} isn't a K-quant that splits")
+    quants, scales, minima = (part.reshape(rows, -1) for part in (quants, scales, minima))
+    if format is WeightFormat.INT8_K and kind is not GgmlType.Q6_K:
+        scales, minima = np.repeat(scales, 2, axis=1), np.repeat(minima, 2, axis=1)
+    q = quants.view(np.int8) if format is WeightFormat.INT8_K else quants
+    return KQuants(q, step, scales.view(np.int8), -base, minima)
 
 
 def _blocks(raw: U8, block_bytes: int) -> U8:  # [rows, blocks, block_bytes]
@@ -126,20 +158,20 @@ def _affine(quants: U8, scale: F16, minimum: F16) -> F32:
     return values
 
 
-def _six_bit_scales(packed: U8) -> tuple[F32, F32]:  # [rows, blocks, 12] -> scales, minima [rows, blocks, 8]
+def _six_bit_scales(packed: U8) -> tuple[U8, U8]:  # [rows, blocks, 12] -> scales, minima [rows, blocks, 8]
     """Sub-block scales and minima of Q4_K and Q5_K: six bits each, the upper two of the last four stored apart."""
     low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
     six, two = np.uint8(0x3F), np.uint8(0x30)
     scales = np.concatenate([low & six, (high & _LOW_NIBBLE) | ((low >> np.uint8(2)) & two)], axis=-1)
     minima = np.concatenate([mid & six, (high >> np.uint8(4)) | ((mid >> np.uint8(2)) & two)], axis=-1)
-    return scales.astype(np.float32), minima.astype(np.float32)
+    return scales, minima
 
 
 def _k_affine(blocks: U8, quants: U8) -> F32:  # quants [rows, blocks, 8, 32]
     """value = d * scale * q - dmin * minimum, per sub-block of 32."""
     scales, minima = _six_bit_scales(blocks[:, :, 4:16])
-    step = _half(blocks, 0).astype(np.float32)[:, :, None] * scales
-    base = _half(blocks, 2).astype(np.float32)[:, :, None] * minima
+    step = _half(blocks, 0).astype(np.float32)[:, :, None] * scales.astype(np.float32)
+    base = _half(blocks, 2).astype(np.float32)[:, :, None] * minima.astype(np.float32)
     values: F32 = quants.astype(np.float32) * step[..., None]
     values -= base[..., None]
     return values
@@ -155,22 +187,31 @@ def _q4_k(blocks: U8) -> F32:
     return _k_affine(blocks, _paired_nibbles(blocks[:, :, 16:144]))
 
 
-def _q5_k(blocks: U8) -> F32:
+def _q5_k_quants(blocks: U8) -> U8:  # [rows, blocks, 8, 32]
     """Bit s of byte i of the mask is the fifth bit of element i of sub-block s."""
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     fifth = (blocks[:, :, None, 16:48] >> shifts) & np.uint8(1)
-    return _k_affine(blocks, _paired_nibbles(blocks[:, :, 48:176]) | (fifth << np.uint8(4)))
+    return _paired_nibbles(blocks[:, :, 48:176]) | (fifth << np.uint8(4))
 
 
-def _q6_k(blocks: U8) -> F32:
-    """Two halves of 128: 64 bytes of low nibbles and 32 bytes of two upper bits each; int8 scales for 16 elements."""
+def _q5_k(blocks: U8) -> F32:
+    return _k_affine(blocks, _q5_k_quants(blocks))
+
+
+def _q6_k_quants(blocks: U8) -> npt.NDArray[np.int8]:  # [rows, blocks, 256]
+    """Two halves of 128: 64 bytes of low nibbles and 32 bytes of two upper bits each."""
     shape = blocks.shape[:2]
     low = blocks[:, :, 0:128].reshape(*shape, 2, 1, 64) >> np.array([[0], [4]], np.uint8)
     high = blocks[:, :, 128:192].reshape(*shape, 2, 1, 32) >> np.array([[0], [2], [4], [6]], np.uint8)
     low = (low & _LOW_NIBBLE).reshape(*shape, 256)
     high = (high & np.uint8(3)).reshape(*shape, 256)
-    quants = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+
+
+def _q6_k(blocks: U8) -> F32:
+    """Scales are int8, for 16 elements each."""
+    shape = blocks.shape[:2]
     scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.int8).astype(np.float32)
     step = _half(blocks, 208).astype(np.float32)[:, :, None] * scales
-    values: F32 = quants.reshape(*shape, 16, 16).astype(np.float32) * step[..., None]
+    values: F32 = _q6_k_quants(blocks).reshape(*shape, 16, 16).astype(np.float32) * step[..., None]
     return values

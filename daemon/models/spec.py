@@ -40,3 +40,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qk_norm: bool = False
     windows: tuple[int, ...] = ()  # sliding window per layer in tokens, 0 = full; empty = full everywhere
     dtype: str = "bfloat16"  # what the weights were published in
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the weights: what the size in a model's name counts. Biases and norms are left out."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = self.hidden * (2 * queries + 2 * keys) + 3 * self.hidden * self.intermediate
+        return self.num_layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)

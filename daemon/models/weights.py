@@ -4,17 +4,23 @@ Which format a matrix gets when none is asked for (`auto`) never loses anything 
 kernels can use, and never spends more bytes than needed for that:
 
     all parts Q4_0 or Q4_1                  int4-g32, the same integers, scales and minima
+    all parts Q4_0, Q4_1, Q5_0 or Q5_1      int5-g32, the same
     all parts Q8_0, Q5_0 or Q4_0            int8-g32, the same integers and scales
+    all parts Q4_K                          int4-k, the same integers, scales and minima
+    all parts Q4_K or Q5_K                  int5-k, the same
+    all parts Q4_K, Q5_K or Q6_K            int8-k, the same
     any other quantized part                int8-g32 of the dequantized values (8 bits for sources of 4 to 6.6 bits)
     all parts BF16                          bf16, the same bits
     F16, F32 or a mixture of unquantized    fp32, the same values
 
-A format that was asked for holds for every matrix, and takes over integers where it can. Group formats need columns
-in groups of 32; a matrix that hasn't them falls back to `int8` rows. Vectors (norms, biases) are always fp32.
+A format that was asked for holds for every matrix, and takes over integers where it can; the K formats can't be asked
+for, they hold what files have. Group formats need columns in groups of 32; a matrix that hasn't them falls back to
+`int8` rows. Vectors (norms, biases) are always fp32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,17 +29,19 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.errors import BadRequest
-from tierd.daemon.models.dequant import dequantize, split_int4, split_int8
+from tierd.daemon.models.dequant import dequantize, split_affine, split_int8, split_k
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.ggml_types import GgmlType
 from tierd.daemon.models.records import RECORD_ALIGN_BYTES, TENSOR_ALIGN_BYTES, PlannedRecord, PlannedTensor
 from tierd.daemon.models.source import SourceTensor
 from tierd.kernels import packing
-from tierd.kernels.packing import GROUP_COLS, PANEL_ROWS, WeightFormat
+from tierd.kernels.packing import GROUP_COLS, PANEL_ROWS, KQuants, WeightFormat
 
 AUTO = "auto"
 _INT4_KINDS = frozenset({GgmlType.Q4_0, GgmlType.Q4_1})
+_INT5_KINDS = _INT4_KINDS | {GgmlType.Q5_0, GgmlType.Q5_1}
 _INT8_KINDS = frozenset({GgmlType.Q8_0, GgmlType.Q5_0, GgmlType.Q4_0})
+_K_KINDS = frozenset({GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K})
 _FLOAT_KINDS = frozenset({GgmlType.F32, GgmlType.F16, GgmlType.BF16})
 _CHUNK_ELEMENTS = 1 << 20  # 4 MB of fp32 a chunk, some 20 MB with all temporaries
 
@@ -63,12 +71,11 @@ def parse_format(weights: str | None) -> WeightFormat | None:
     """The format that was asked for, None for `auto`. Raises BadRequest for an unknown one."""
     if weights is None or weights == AUTO:
         return None
-    try:
-        return WeightFormat(weights)
-    except ValueError:
-        known = ", ".join([AUTO, *WeightFormat])
+    if weights not in packing.ROUNDED_FORMATS:
+        known = ", ".join([AUTO, *packing.ROUNDED_FORMATS])
         message = f"weight format {weights[:40]!r} isn't known"
-        raise BadRequest(message, hint=f"take one of {known}", param="weights") from None
+        raise BadRequest(message, hint=f"take one of {known}", param="weights")
+    return WeightFormat(weights)
 
 
 def choose_format(kinds: frozenset[GgmlType], cols: int, wanted: WeightFormat | None) -> WeightFormat:
@@ -76,11 +83,16 @@ def choose_format(kinds: frozenset[GgmlType], cols: int, wanted: WeightFormat | 
     if wanted is None:
         if kinds <= _INT4_KINDS:
             wanted = WeightFormat.INT4_G32
+        elif kinds <= _INT5_KINDS:
+            wanted = WeightFormat.INT5_G32
+        elif kinds <= _K_KINDS:
+            narrow = WeightFormat.INT4_K if kinds == {GgmlType.Q4_K} else WeightFormat.INT5_K
+            wanted = WeightFormat.INT8_K if GgmlType.Q6_K in kinds else narrow
         elif kinds <= _FLOAT_KINDS:
             wanted = WeightFormat.BF16 if kinds == {GgmlType.BF16} else WeightFormat.FP32
         else:
             wanted = WeightFormat.INT8_G32
-    grouped = wanted in (WeightFormat.INT8_G32, WeightFormat.INT4_G32)
+    grouped = wanted in (WeightFormat.INT8_G32, WeightFormat.INT4_G32, WeightFormat.INT5_G32)
     return WeightFormat.INT8 if grouped and cols % GROUP_COLS else wanted
 
 
@@ -148,22 +160,31 @@ def _packer(tensor: PlacedTensor) -> Callable[[int, int], npt.NDArray[np.uint8]]
     """How rows `start` to `stop` become a packed block: from the source's own integers if the format can hold them."""
     kinds = {s.kind for s in tensor.sources}
 
-    def int4(start: int, stop: int) -> npt.NDArray[np.uint8]:
-        parts = [split_int4(kind, raw) for kind, raw in _rows(tensor.sources, start, stop)]
+    def affine(start: int, stop: int) -> npt.NDArray[np.uint8]:
+        parts = [split_affine(kind, raw) for kind, raw in _rows(tensor.sources, start, stop)]
         quants, scales, minima = (np.concatenate(p) for p in zip(*parts, strict=True))
-        return packing.pack_int4_g32(quants, scales, minima)
+        return packing.pack_affine(tensor.format, quants, scales, minima)
 
     def int8(start: int, stop: int) -> npt.NDArray[np.uint8]:
         parts = [split_int8(kind, raw) for kind, raw in _rows(tensor.sources, start, stop)]
         quants, scales = (np.concatenate(p) for p in zip(*parts, strict=True))
         return packing.pack_int8_g32(quants, scales)
 
+    def k_quants(start: int, stop: int) -> npt.NDArray[np.uint8]:
+        parts = [split_k(kind, raw, tensor.format) for kind, raw in _rows(tensor.sources, start, stop)]
+        fields = [tuple(getattr(part, f.name) for f in dataclasses.fields(part)) for part in parts]
+        return packing.pack_k(tensor.format, KQuants(*(np.concatenate(field) for field in zip(*fields, strict=True))))
+
     def values(start: int, stop: int) -> npt.NDArray[np.uint8]:
         parts = [dequantize(kind, raw) for kind, raw in _rows(tensor.sources, start, stop)]
         return packing.pack(tensor.format, np.concatenate(parts))
 
+    if tensor.format not in packing.ROUNDED_FORMATS:
+        return k_quants
     if tensor.format is WeightFormat.INT4_G32 and kinds <= _INT4_KINDS:
-        return int4
+        return affine
+    if tensor.format is WeightFormat.INT5_G32 and kinds <= _INT5_KINDS:
+        return affine
     if tensor.format is WeightFormat.INT8_G32 and kinds <= _INT8_KINDS:
         return int8
     return values

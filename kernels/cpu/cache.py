@@ -17,6 +17,7 @@ _HERE = Path(__file__).resolve().parent
 def cache_directory(root: Path) -> Path:
     """The directory below `root` for the kernels of this version, to be set as NUMBA_CACHE_DIR. Not created."""
     digest = hashlib.blake2b(digest_size=8)
-    for source in (*sorted(_HERE.glob("*.py")), _HERE.parent / "layout.py", _HERE.parent / "packing.py"):
+    beside = [_HERE.parent / f"{name}.py" for name in ("bits", "layout", "packing")]
+    for source in [*sorted(_HERE.glob("*.py")), *beside]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return root / digest.hexdigest()

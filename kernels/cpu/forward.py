@@ -9,8 +9,9 @@ import numpy as np
 from numba import njit
 
 from tierd.kernels.cpu.attention import ATTENTION_PHASES, attention
-from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, matmul
+from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, matmul, takes_integers
 from tierd.kernels.cpu.ops import activate, embed, norm, norm_logit_rows, rotate_and_write
+from tierd.kernels.cpu.quantize import quantize
 from tierd.kernels.cpu.team import PHASE_BYTES, await_launch, close_launch, enter, leave, open_launch
 
 LAYER = np.dtype(
@@ -37,6 +38,7 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("residual", "residual_stride", "normed", "qkv", "qkv_stride")]
     + [(name, np.int64) for name in ("attended", "attended_stride", "gate_up", "gate_up_stride")]
     + [(name, np.int64) for name in ("activated", "activated_stride", "product", "product_stride")]
+    + [(name, np.int64) for name in ("quantized", "quantized_stride")]
     + [(name, np.int64) for name in ("phases", "scratch", "scratch_stride", "tile")]
     # each launch
     + [(name, np.int64) for name in ("first_stage", "stop_stage", "rows", "tokens", "positions", "row_seq")]
@@ -45,8 +47,9 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
 )
 
-PHASES_PER_LAYER = 8 + ATTENTION_PHASES
-_PHASES_AROUND = 3
+_PRODUCT_PHASES = 2
+PHASES_PER_LAYER = 4 + 4 * _PRODUCT_PHASES + ATTENTION_PHASES
+_PHASES_AROUND = 2 + _PRODUCT_PHASES
 
 
 def num_stages(num_layers: int) -> int:
@@ -60,12 +63,25 @@ def num_phases(num_layers: int) -> int:
 
 
 @njit(nogil=True, cache=True)
+def _product(job, m, x, x_stride, y, y_stride, residual, rows, phase, tile):
+    """`_PRODUCT_PHASES` phases: y = x . m^T, and residual += y unless that is NO_RESIDUAL. Rows of x are quantized
+    first if the matrix wants that."""
+    if takes_integers(m):
+        quantize(x, x_stride, m.cols, job.quantized, job.quantized_stride, rows, phase)
+        x, x_stride = job.quantized, job.quantized_stride
+    matmul(
+        m, x, x_stride, y, y_stride, residual, job.residual_stride, rows, phase + PHASE_BYTES, job.threads, tile
+    )
+
+
+@njit(nogil=True, cache=True)
 def _run(job, layers, worker):
     """One thread's way through the stages of the launch."""
-    rows, threads = job.rows, job.threads
+    rows = job.rows
     scratch = job.scratch + worker * job.scratch_stride
     tile = scratch + job.tile
-    residual, residual_stride = job.residual, job.residual_stride
+    residual, normed, stride = job.residual, job.normed, job.residual_stride
+    out, out_stride = job.product, job.product_stride
     phase = job.phases
     if job.first_stage == 0:
         embed(job, phase)
@@ -73,34 +89,29 @@ def _run(job, layers, worker):
     for index in range(max(job.first_stage - 1, 0), min(job.stop_stage - 1, job.num_layers)):
         layer = layers[index]
         norm(job, layer.attn_norm, phase)
-        matmul(
-            layer.qkv, job.normed, residual_stride, job.qkv, job.qkv_stride, NO_RESIDUAL, NO_RESIDUAL, rows,
-            phase + PHASE_BYTES, threads, tile,
-        )  # fmt: skip
-        rotate_and_write(job, index, layer.q_norm, layer.k_norm, phase + 2 * PHASE_BYTES)
-        attention(job, index, layer.window, phase + 3 * PHASE_BYTES, scratch)
-        after = phase + (3 + ATTENTION_PHASES) * PHASE_BYTES
-        matmul(
-            layer.o, job.attended, job.attended_stride, job.product, job.product_stride, residual, residual_stride,
-            rows, after, threads, tile,
-        )  # fmt: skip
-        norm(job, layer.mlp_norm, after + PHASE_BYTES)
-        matmul(
-            layer.gate_up, job.normed, residual_stride, job.gate_up, job.gate_up_stride, NO_RESIDUAL, NO_RESIDUAL,
-            rows, after + 2 * PHASE_BYTES, threads, tile,
-        )  # fmt: skip
-        activate(job, after + 3 * PHASE_BYTES)
-        matmul(
-            layer.down, job.activated, job.activated_stride, job.product, job.product_stride, residual,
-            residual_stride, rows, after + 4 * PHASE_BYTES, threads, tile,
-        )  # fmt: skip
+        at = phase + PHASE_BYTES
+        _product(job, layer.qkv, normed, stride, job.qkv, job.qkv_stride, NO_RESIDUAL, rows, at, tile)
+        at += _PRODUCT_PHASES * PHASE_BYTES
+        rotate_and_write(job, index, layer.q_norm, layer.k_norm, at)
+        at += PHASE_BYTES
+        attention(job, index, layer.window, at, scratch)
+        at += ATTENTION_PHASES * PHASE_BYTES
+        _product(job, layer.o, job.attended, job.attended_stride, out, out_stride, residual, rows, at, tile)
+        at += _PRODUCT_PHASES * PHASE_BYTES
+        norm(job, layer.mlp_norm, at)
+        at += PHASE_BYTES
+        _product(job, layer.gate_up, normed, stride, job.gate_up, job.gate_up_stride, NO_RESIDUAL, rows, at, tile)
+        at += _PRODUCT_PHASES * PHASE_BYTES
+        activate(job, at)
+        at += PHASE_BYTES
+        _product(job, layer.down, job.activated, job.activated_stride, out, out_stride, residual, rows, at, tile)
         phase += PHASES_PER_LAYER * PHASE_BYTES
     if job.stop_stage > job.num_layers + 1:
         norm_logit_rows(job, phase)
-        matmul(
-            job.head, job.normed, residual_stride, job.logits, job.logits_stride, NO_RESIDUAL, NO_RESIDUAL,
-            job.num_logits, phase + PHASE_BYTES, threads, tile,
-        )  # fmt: skip
+        count = job.num_logits
+        _product(
+            job, job.head, normed, stride, job.logits, job.logits_stride, NO_RESIDUAL, count, phase + PHASE_BYTES, tile
+        )
 
 
 @njit(nogil=True, cache=True)

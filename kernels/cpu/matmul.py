@@ -1,9 +1,10 @@
 """Matrix products of activations and packed weights: y[rows, outputs] = x[rows, cols] . w^T.
 
-A matrix is named by a record (`MATRIX`) of addresses and strides. Up to 4 rows go through the panels directly,
-dequantizing in registers: that is decoding, bound by memory. More rows share a float32 tile of 256 columns (16 KB:
-half of a first-level cache), dequantized once for up to 192 rows (192 x 256 floats of x stay in the second level).
-Every path adds up in the same order (see microkernel.py), so that they give the same bits.
+A matrix is named by a record (`MATRIX`) of addresses and strides. Formats with groups (`takes_integers`) take rows of x
+that are quantized (integer.py, quantize.py), the others float32 (microkernel.py). A few rows go through the panels
+directly: that is decoding, bound by memory. More rows share a tile of 256 columns (up to 16 KB: half of a first-level
+cache), made once for up to 192 rows (192 x 256 values of x stay in the second level). Both add up in the same order, so
+that they give the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,15 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tierd.kernels.cpu.integer import (
+    MAX_TILE_GROUP_BYTES,
+    X_QUANT_BYTES,
+    X_SCALE_BYTES,
+    direct_integer,
+    expand,
+    integer_tile_product,
+    unit_bytes,
+)
 from tierd.kernels.cpu.microkernel import FORMAT_CODES, dequantize, direct, tile_product
 from tierd.kernels.cpu.simd import (
     add,
@@ -25,10 +35,13 @@ from tierd.kernels.cpu.simd import (
     store_f32,
 )
 from tierd.kernels.cpu.team import finish, take, wait_for
-from tierd.kernels.packing import GROUP_COLS, PANEL_ROWS, PackedMatrix, WeightFormat, panels, sections
+from tierd.kernels.packing import BLOCK_COLS, GROUP_COLS, PANEL_ROWS, PackedMatrix, WeightFormat, panels, sections
 
 _FP32, _BF16 = FORMAT_CODES[WeightFormat.FP32], FORMAT_CODES[WeightFormat.BF16]
 _INT8, _INT8_G32 = FORMAT_CODES[WeightFormat.INT8], FORMAT_CODES[WeightFormat.INT8_G32]
+_INT4_G32, _INT5_G32 = FORMAT_CODES[WeightFormat.INT4_G32], FORMAT_CODES[WeightFormat.INT5_G32]
+_INT5_K = FORMAT_CODES[WeightFormat.INT5_K]
+_INT8_K = FORMAT_CODES[WeightFormat.INT8_K]
 
 MATRIX = np.dtype(
     [
@@ -44,8 +57,8 @@ MATRIX = np.dtype(
     ]
 )
 
-TILE_COLS = 256
-TILE_BYTES = TILE_COLS * PANEL_ROWS * 4
+_FLOAT_TILE_COLS, _INTEGER_TILE_COLS = 256, 576
+TILE_BYTES = max(_FLOAT_TILE_COLS * PANEL_ROWS * 4, _INTEGER_TILE_COLS // GROUP_COLS * MAX_TILE_GROUP_BYTES)
 _BLOCK_ROWS = 192
 _GROUP_PANELS = 4  # panels that go through a block of rows while it is in the second-level cache
 _DIRECT_ROWS = 4
@@ -69,67 +82,93 @@ def describe_matrix(matrix: PackedMatrix, record: np.void) -> None:
 
 
 @njit(nogil=True, cache=True)
+def takes_integers(m):
+    """Whether products with this matrix take quantized rows of x."""
+    return m.format >= _INT8_G32
+
+
+@njit(nogil=True, cache=True)
 def _decode_panels(m, x, x_stride, y, y_stride, rows, first, stop):
-    """Panels first..stop for 1 to 4 rows."""
+    """Panels first..stop for the few rows that `matmul` does not make tiles for."""
+    if takes_integers(m):
+        for p in range(first, stop):
+            scale_at = p * m.scale_panel_bytes
+            direct_integer(
+                m.format, m.quants + p * m.panel_bytes, m.scales + scale_at, m.minimums + scale_at, x,
+                x + 2 * m.cols, m.cols // GROUP_COLS, y + p * _PANEL_OUT_BYTES,
+            )  # fmt: skip
+        return
     p = first
     while p < stop:
         count = 2 if rows == 1 and p + 2 <= stop else 1
         direct(
-            m.format, count, rows, m.quants + p * m.panel_bytes, m.panel_bytes,
-            m.scales + p * m.scale_panel_bytes, m.minimums + p * m.scale_panel_bytes, m.scale_panel_bytes,
-            x, x_stride, y + p * _PANEL_OUT_BYTES, y_stride, m.cols,
+            m.format, count, rows, m.quants + p * m.panel_bytes, m.panel_bytes, m.scales + p * m.scale_panel_bytes,
+            m.scale_panel_bytes, x, x_stride, y + p * _PANEL_OUT_BYTES, y_stride, m.cols,
         )  # fmt: skip
         p += count
 
 
 @njit(nogil=True, cache=True)
-def _column_bytes(format):
-    """Bytes of 16 rows of one column."""
-    if format == _FP32:
-        return 64
-    if format == _BF16:
-        return 32
-    if format == _INT8 or format == _INT8_G32:
-        return 16
-    return 8
+def _prefetch(at, bytes):
+    """Asks for what lies there: the hardware follows no pieces of 2 KB."""
+    for i in range(0, bytes, 64):
+        prefetch(at + i)
 
 
 @njit(nogil=True, cache=True)
 def _prefetch_tile(m, panel, k, cols):
-    """Asks for `cols` columns of a panel from column k on: the hardware follows no pieces of 2 KB."""
-    column_bytes = _column_bytes(m.format)
-    quants = m.quants + panel * m.panel_bytes + k * column_bytes
-    for i in range(0, cols * column_bytes, 64):
-        prefetch(quants + i)
-    if m.format != _INT8:  # two bytes of scales for 32 columns of 16 rows are one byte a column
-        offset = panel * m.scale_panel_bytes + k
-        for i in range(0, min(cols, m.scale_panel_bytes), 64):
-            prefetch(m.scales + offset + i)
-            prefetch(m.minimums + offset + i)
+    """Asks for `cols` columns of a panel from column k on."""
+    if not takes_integers(m):
+        column_bytes = m.panel_bytes // m.cols
+        _prefetch(m.quants + panel * m.panel_bytes + k * column_bytes, cols * column_bytes)
+        return
+    unit, quant_bytes, scale_bytes = unit_bytes(m.format)
+    first, units = k // unit, cols // unit
+    _prefetch(m.quants + panel * m.panel_bytes + first * quant_bytes, units * quant_bytes)
+    offset = panel * m.scale_panel_bytes + first * scale_bytes
+    _prefetch(m.scales + offset, units * scale_bytes)
+    _prefetch(m.minimums + offset, units * scale_bytes)
+
+
+@njit(nogil=True, cache=True)
+def _tile_columns(m, x, x_stride, y, y_stride, rows, panel, k, cols, tile):
+    """`cols` columns of one panel, from column k on, for a block of rows."""
+    quants = m.quants + panel * m.panel_bytes
+    scales = panel * m.scale_panel_bytes
+    y_at, go_on = y + panel * _PANEL_OUT_BYTES, np.int64(k > 0)
+    if takes_integers(m):
+        unit, quant_bytes, scale_bytes = unit_bytes(m.format)
+        first, groups = k // GROUP_COLS, cols // GROUP_COLS
+        quants += k // unit * quant_bytes
+        scales += k // unit * scale_bytes
+        expand(m.format, quants, m.scales + scales, m.minimums + scales, groups, tile)
+        integer_tile_product(
+            m.format, tile, x + first * X_QUANT_BYTES, x + 2 * m.cols + first * X_SCALE_BYTES, x_stride, y_at, y_stride,
+            groups, rows, go_on,
+        )  # fmt: skip
+        return
+    dequantize(m.format, quants + k * (m.panel_bytes // m.cols), m.scales + scales, cols, tile)
+    tile_product(tile, _PANEL_OUT_BYTES, x + 4 * k, x_stride, y_at, y_stride, cols, rows, go_on)
 
 
 @njit(nogil=True, cache=True)
 def _block_panels(m, x, x_stride, y, y_stride, rows, first, stop, tile):
     """Panels first..stop for a block of rows."""
-    column_bytes = _column_bytes(m.format)
+    unit, most = np.int64(1), np.int64(_FLOAT_TILE_COLS)
+    if takes_integers(m):
+        unit, most = unit_bytes(m.format)[0], np.int64(_INTEGER_TILE_COLS)
+    most = most // unit * unit
+    tiles = (m.cols + most - 1) // most
+    width = (m.cols + tiles * unit - 1) // (tiles * unit) * unit  # near-equal, of whole units
     k = 0
     while k < m.cols:
-        cols = min(TILE_COLS, m.cols - k)
-        scale_offset = 0 if m.format == _INT8 else k // GROUP_COLS * 32
+        cols = min(width, m.cols - k)
         for p in range(first, stop):
-            scale_at = p * m.scale_panel_bytes + scale_offset
             if p + 1 < stop:
                 _prefetch_tile(m, p + 1, k, cols)
             elif k + cols < m.cols:
-                _prefetch_tile(m, first, k + cols, min(TILE_COLS, m.cols - k - cols))
-            dequantize(
-                m.format, m.quants + p * m.panel_bytes + k * column_bytes, m.scales + scale_at,
-                m.minimums + scale_at, cols, tile,
-            )  # fmt: skip
-            tile_product(
-                tile, _PANEL_OUT_BYTES, x + 4 * k, x_stride, y + p * _PANEL_OUT_BYTES, y_stride, cols, rows,
-                np.int64(k > 0),
-            )  # fmt: skip
+                _prefetch_tile(m, first, k + cols, min(width, m.cols - k - cols))
+            _tile_columns(m, x, x_stride, y, y_stride, rows, p, k, cols, tile)
         k += cols
 
 
@@ -154,9 +193,10 @@ def _add_panels(m, y, y_stride, residual, residual_stride, rows, first, stop):
 def matmul(m, x, x_stride, y, y_stride, residual, residual_stride, rows, phase, threads, tile):
     """One phase: y = x . w^T + bias for `rows` rows, and residual += y unless that is NO_RESIDUAL.
 
-    Rows of y and of the residual have room for 16 * panels floats. `tile` is TILE_BYTES of this thread's own.
+    x holds float32, or quantized rows if `takes_integers(m)`. Rows of y and of the residual have room for 16 * panels
+    floats. `tile` is TILE_BYTES of this thread's own.
     """
-    if rows <= _DIRECT_ROWS:
+    if rows <= (1 if takes_integers(m) else _DIRECT_ROWS):
         total = m.panels
         # Pairs of panels go through the kernel together: an item of an odd number would leave one alone.
         count = max(2, min(_ITEM_PANELS, total // (8 * threads)) // 2 * 2)
@@ -186,12 +226,23 @@ def matmul(m, x, x_stride, y, y_stride, residual, residual_stride, rows, phase, 
 
 
 @njit(nogil=True, cache=True)
+def _block_value(section, k, lane, parts, signed):
+    """Scale or minimum of column k and row `lane` of a panel of a K format."""
+    block = section + k // BLOCK_COLS * (32 + 16 * parts)
+    at = block + 32 + k % BLOCK_COLS // (BLOCK_COLS // parts) * 16 + lane
+    count = np.float32(load_i8(at)) if signed else np.float32(np.uint8(load_i8(at)))
+    return load_fp16(block + 2 * lane) * count
+
+
+@njit(nogil=True, cache=True)
 def gather_row(m, row, out):
     """Writes row `row` of the matrix as float32: an embedding."""
     panel, lane = row // PANEL_ROWS, row % PANEL_ROWS
     quants = m.quants + panel * m.panel_bytes
     scales = m.scales + panel * m.scale_panel_bytes
     minimums = m.minimums + panel * m.scale_panel_bytes
+    five_bits = m.format == _INT5_G32 or m.format == _INT5_K
+    words = np.int64(80 if five_bits else 64)  # of a group: 16 of each chunk, and of fifth bits
     for k in range(m.cols):
         element = k * PANEL_ROWS + lane
         group = (k // GROUP_COLS * PANEL_ROWS + lane) * 2
@@ -203,8 +254,18 @@ def gather_row(m, row, out):
             value = np.float32(load_i8(quants + element)) * load_f32(scales + 4 * lane)
         elif m.format == _INT8_G32:
             value = np.float32(load_i8(quants + element)) * load_fp16(scales + group)
+        elif m.format == _INT8_K:
+            scale, minimum = _block_value(scales, k, lane, 16, True), _block_value(minimums, k, lane, 16, False)
+            value = np.float32(load_i8(quants + element)) * scale + minimum
         else:
-            word = load_u32(quants + (k // 8 * PANEL_ROWS + lane) * 4)
-            q = np.float32((word >> np.uint32(4 * (k % 8))) & np.uint32(15))
-            value = q * load_fp16(scales + group) + load_fp16(minimums + group)
+            chunk, at = k % GROUP_COLS // 8, quants + (k // GROUP_COLS * words + lane) * 4
+            q = (load_u32(at + 64 * chunk) >> np.uint32(4 * (k % 8))) & np.uint32(15)
+            if five_bits:
+                fifth = np.uint32(k % 8 // 4 * 16 + chunk * 4 + k % 4)
+                q |= ((load_u32(at + 256) >> fifth) & np.uint32(1)) << np.uint32(4)
+            if m.format == _INT4_G32 or m.format == _INT5_G32:
+                value = np.float32(q) * load_fp16(scales + group) + load_fp16(minimums + group)
+            else:
+                scale, minimum = _block_value(scales, k, lane, 8, True), _block_value(minimums, k, lane, 8, False)
+                value = np.float32(q) * scale + minimum
         store_f32(out + 4 * k, value)

@@ -24,17 +24,15 @@ from tierd.kernels.cpu.simd import (
     V8I,
     emit_fence,
     emit_fma,
-    emit_ints,
     emit_load,
     emit_load_bf16,
-    emit_load_fp16,
     emit_prefetch,
     emit_splat,
     emit_store,
 )
-from tierd.kernels.packing import GROUP_COLS, WeightFormat
+from tierd.kernels.packing import WeightFormat
 
-_QUANTS_AHEAD_BYTES, _SCALES_AHEAD_BYTES = 2048, 256  # some 150 ns of work at 12 Gweights/s
+_QUANTS_AHEAD_BYTES = 2048  # some 150 ns of work at 12 Gweights/s
 _ZERO = ir.Constant(V8, [0.0] * 8)
 
 
@@ -46,8 +44,12 @@ def _offset(b, address, index, stride_bytes):
     return b.add(address, b.mul(index, _int(stride_bytes)))
 
 
-def _loop(b, count, state, body):
-    """Runs body(index, state) -> state `count` times; `state` is a list of LLVM values. Returns the last state."""
+def emit_loop(b, count, state, body):
+    """Runs body(index, state) -> state `count` times; `state` is a list of LLVM values. Returns the last state.
+
+    LLVM must not unroll it: the bodies are long enough, and a second copy of them runs no faster but takes LLVM
+    seconds, or mixes the steps of several rounds until the sums fall out of the registers (10% of a prefill).
+    """
     before = b.block
     head, inside, after = (b.append_basic_block(n) for n in ("head", "inside", "after"))
     b.branch(head)
@@ -65,9 +67,17 @@ def _loop(b, count, state, body):
     index.add_incoming(b.add(index, _int(1)), b.block)
     for phi, value in zip(phis, updated, strict=True):
         phi.add_incoming(value, b.block)
-    b.branch(head)
+    _forbid_unrolling(b.module, b.branch(head))
     b.position_at_end(after)
     return phis
+
+
+def _forbid_unrolling(module, back_edge):
+    """A loop's metadata names itself first, which llvmlite's own way of making a node can't say."""
+    option = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    loop = ir.values.MDValue(module, [option], name=str(len(module.metadata)))
+    loop.operands = (loop, option)
+    back_edge.set_metadata("llvm.loop", loop)
 
 
 # Panels: for each format, the scale registers of a group, and the two weight vectors of one column.
@@ -86,58 +96,36 @@ def _load_int8(b, address):
 
 
 class _Fp32:
-    """`cols` columns are emitted at a time; a format with groups has `group_scale_bytes` of scales a group."""
+    column_bytes = 64
 
-    cols, column_bytes, group_scale_bytes = 1, 64, 0
-
-    def scales(self, b, scales, minimums):
+    def scales(self, b, scales):
+        """Registers that hold for all columns of a panel."""
         return []
 
-    def columns(self, b, quants, scales):
-        yield _halves(b, quants, 4, _load_fp32)
+    def column(self, b, quants, scales):
+        """Both weight vectors of a column."""
+        return _halves(b, quants, 4, _load_fp32)
 
 
 class _Bf16(_Fp32):
     column_bytes = 32
 
-    def columns(self, b, quants, scales):
-        yield _halves(b, quants, 2, emit_load_bf16)
+    def column(self, b, quants, scales):
+        return _halves(b, quants, 2, emit_load_bf16)
 
 
 class _Int8(_Fp32):
     column_bytes = 16
 
-    def scales(self, b, scales, minimums):
+    def scales(self, b, scales):
         return _halves(b, scales, 4, _load_fp32)
 
-    def columns(self, b, quants, scales):
-        for i in range(self.cols):
-            at = b.add(quants, _int(i * self.column_bytes))
-            yield [b.fmul(q, s) for q, s in zip(_halves(b, at, 1, _load_int8), scales, strict=True)]
-
-
-class _Int8G32(_Int8):
-    cols, group_scale_bytes = 4, 32
-
-    def scales(self, b, scales, minimums):
-        return _halves(b, scales, 2, emit_load_fp16)
-
-
-class _Int4G32(_Fp32):
-    cols, column_bytes, group_scale_bytes = 8, 8, 32  # eight columns share 64 bytes of words
-
-    def scales(self, b, scales, minimums):
-        return _halves(b, scales, 2, emit_load_fp16) + _halves(b, minimums, 2, emit_load_fp16)
-
-    def columns(self, b, quants, scales):
-        words = _halves(b, quants, 4, lambda b, at: emit_load(b, at, V8I, 4))
-        for i in range(self.cols):
-            nibbles = [b.and_(b.lshr(word, emit_ints(4 * i)), emit_ints(15)) for word in words]
-            yield [emit_fma(b, b.sitofp(n, V8), scales[h], scales[2 + h]) for h, n in enumerate(nibbles)]
+    def column(self, b, quants, scales):
+        return [b.fmul(q, s) for q, s in zip(_halves(b, quants, 1, _load_int8), scales, strict=True)]
 
 
 FORMAT_CODES = {format: code for code, format in enumerate(WeightFormat)}
-_FORMATS = dict(enumerate((_Fp32(), _Bf16(), _Int8(), _Int8G32(), _Int4G32())))  # in the order of WeightFormat
+_FORMATS = dict(enumerate((_Fp32(), _Bf16(), _Int8())))  # in the order of WeightFormat
 DIRECT_SHAPES = ((1, 1), (2, 1), (1, 2), (1, 3), (1, 4))  # panels x rows
 TILE_ROWS = 6  # 6 rows x 2 vectors of sums, 2 of weights, 1 of x: 15 of 16 registers
 PAIR_ROWS = 3
@@ -146,65 +134,42 @@ PAIR_ROWS = 3
 class _Panels:
     """`count` neighbouring panels of a packed matrix: addresses of the first, bytes from one to the next."""
 
-    def __init__(self, count, quants, panel_bytes, scales, minimums, scale_bytes):
+    def __init__(self, count, quants, panel_bytes, scales, scale_bytes):
         self.count = count
         self.quants, self.panel_bytes = quants, panel_bytes
-        self.scales, self.minimums, self.scale_bytes = scales, minimums, scale_bytes
+        self.scales, self.scale_bytes = scales, scale_bytes
 
     def at(self, b, base, stride, panel, offset):
         """Address of byte `offset` of a section of one panel."""
         return b.add(b.add(base, b.mul(stride, _int(panel))), offset)
 
-    def prefetch(self, b, base, stride, panel, offset, ahead_bytes):
-        """Prefetches `ahead_bytes` further on: past the end of a panel comes the start of the one `count` later."""
-        offset = b.add(offset, _int(ahead_bytes))
+    def prefetch(self, b, panel, offset):
+        """Prefetches quants further on: past the end of a panel comes the start of the one `count` later."""
+        offset = b.add(offset, _int(_QUANTS_AHEAD_BYTES))
+        stride = self.panel_bytes
         jump = b.select(b.icmp_signed(">=", offset, stride), b.mul(stride, _int(self.count - 1)), _int(0))
-        emit_prefetch(b, self.at(b, base, stride, panel, b.add(offset, jump)))
+        emit_prefetch(b, self.at(b, self.quants, stride, panel, b.add(offset, jump)))
 
 
 def _walk_columns(b, format, panels, count, state, body, prefetch):
     """Runs body(column, panel, [low, high] weights, state) -> state over `count` columns of all panels.
 
-    The columns of a chunk are emitted panel by panel with a fence between: the processor overlaps the panels' chains of
-    fmas by itself, while LLVM, left to interleave them, runs out of registers (int4: 9.7 against 13.7 Gweights/s).
-    Prefetching covers what the hardware doesn't follow, two streams of quants and four of scales (7.9 against 12.8).
+    Prefetching covers what the hardware doesn't follow, two streams of quants (7.9 against 12.8 Gweights/s).
     """
+    scales = [
+        format.scales(b, panels.at(b, panels.scales, panels.scale_bytes, p, _int(0))) for p in range(panels.count)
+    ]
 
-    def chunk(k, scales, state):
+    def column(k, state):
         offset = b.mul(k, _int(format.column_bytes))
         for p in range(panels.count):
             if prefetch:
-                panels.prefetch(b, panels.quants, panels.panel_bytes, p, offset, _QUANTS_AHEAD_BYTES)
+                panels.prefetch(b, p, offset)
             quants = panels.at(b, panels.quants, panels.panel_bytes, p, offset)
-            for i, weights in enumerate(format.columns(b, quants, scales[p])):
-                state = body(b.add(k, _int(i)), p, weights, state)
-            if panels.count > 1 and format.cols > 1:
-                emit_fence(b)
+            state = body(k, p, format.column(b, quants, scales[p]), state)
         return state
 
-    def load_scales(p, offset):
-        scales = panels.at(b, panels.scales, panels.scale_bytes, p, offset)
-        minimums = panels.at(b, panels.minimums, panels.scale_bytes, p, offset)
-        return format.scales(b, scales, minimums)
-
-    if not format.group_scale_bytes:
-        scales = [load_scales(p, _int(0)) for p in range(panels.count)]
-        return _loop(b, count, state, lambda k, state: chunk(k, scales, state))
-
-    def group(g, state):
-        offset = b.mul(g, _int(format.group_scale_bytes))
-        scales = [load_scales(p, offset) for p in range(panels.count)]
-        if prefetch:
-            for p in range(panels.count):
-                for base in (panels.scales, panels.minimums):
-                    panels.prefetch(b, base, panels.scale_bytes, p, offset, _SCALES_AHEAD_BYTES)
-        first = b.mul(g, _int(GROUP_COLS))
-        chunks = _int(GROUP_COLS // format.cols)
-        return _loop(
-            b, chunks, state, lambda c, state: chunk(b.add(first, b.mul(c, _int(format.cols))), scales, state)
-        )
-
-    return _loop(b, b.udiv(count, _int(GROUP_COLS)), state, group)
+    return emit_loop(b, count, state, column)
 
 
 def _emit_product(b, x_rows, k, weights, sums):
@@ -216,7 +181,7 @@ def _emit_product(b, x_rows, k, weights, sums):
     return out
 
 
-def _switch(b, selector, cases):
+def emit_switch(b, selector, cases):
     """Runs the emitter whose key equals `selector`; none does nothing."""
     after = b.append_basic_block("after")
     switch = b.switch(selector, after)
@@ -230,8 +195,8 @@ def _switch(b, selector, cases):
 
 
 def _emit_direct(b, format, num_panels, num_rows, args):
-    quants, panel_bytes, scales, minimums, scale_bytes, x, x_stride, y, y_stride, cols = args
-    panels = _Panels(num_panels, quants, panel_bytes, scales, minimums, scale_bytes)
+    quants, panel_bytes, scales, scale_bytes, x, x_stride, y, y_stride, cols = args
+    panels = _Panels(num_panels, quants, panel_bytes, scales, scale_bytes)
     rows = [b.add(x, b.mul(_int(r), x_stride)) for r in range(num_rows)]
     width = 2 * num_rows  # sums of one panel
 
@@ -246,35 +211,31 @@ def _emit_direct(b, format, num_panels, num_rows, args):
 
 
 @intrinsic
-def _direct(
-    typingctx, key, quants, panel_bytes, scales, minimums, scale_bytes, x, x_stride, y, y_stride, cols
-):  # fmt: skip
+def _direct(typingctx, key, quants, panel_bytes, scales, scale_bytes, x, x_stride, y, y_stride, cols):
     def codegen(ctx, b, sig, args):
         cases = {
             code * 64 + p * 8 + r: lambda f=format, p=p, r=r: _emit_direct(b, f, p, r, args[1:])
             for code, format in _FORMATS.items()
             for p, r in DIRECT_SHAPES
         }
-        _switch(b, args[0], cases)
+        emit_switch(b, args[0], cases)
         return ctx.get_dummy_value()
 
-    return types.none(*[types.int64] * 11), codegen
+    return types.none(*[types.int64] * 10), codegen
 
 
 @njit(nogil=True, cache=True)
-def direct(
-    format, num_panels, num_rows, quants, panel_bytes, scales, minimums, scale_bytes, x, x_stride, y, y_stride, cols
-):
+def direct(format, num_panels, num_rows, quants, panel_bytes, scales, scale_bytes, x, x_stride, y, y_stride, cols):
     """Takes `num_rows` rows of x through `num_panels` neighbouring panels (`DIRECT_SHAPES` lists the pairs there
     are), dequantizing in registers."""
     key = format * 64 + num_panels * 8 + num_rows
-    _direct(key, quants, panel_bytes, scales, minimums, scale_bytes, x, x_stride, y, y_stride, cols)
+    _direct(key, quants, panel_bytes, scales, scale_bytes, x, x_stride, y, y_stride, cols)
 
 
 @intrinsic
-def _dequantize(typingctx, format, quants, scales, minimums, cols, tile):
+def _dequantize(typingctx, format, quants, scales, cols, tile):
     def codegen(ctx, b, sig, args):
-        format, quants, scales, minimums, cols, tile = args
+        format, quants, scales, cols, tile = args
 
         def emit(panel_format):
             def store(k, panel, weights, state):
@@ -282,19 +243,37 @@ def _dequantize(typingctx, format, quants, scales, minimums, cols, tile):
                     emit_store(b, b.add(_offset(b, tile, k, 64), _int(32 * half)), weights[half], 4)
                 return state
 
-            panels = _Panels(1, quants, _int(0), scales, minimums, _int(0))
+            panels = _Panels(1, quants, _int(0), scales, _int(0))
             _walk_columns(b, panel_format, panels, cols, [], store, False)
 
-        _switch(b, format, {code: lambda f=f: emit(f) for code, f in _FORMATS.items()})
+        emit_switch(b, format, {code: lambda f=f: emit(f) for code, f in _FORMATS.items()})
         return ctx.get_dummy_value()
 
-    return types.none(*[types.int64] * 6), codegen
+    return types.none(*[types.int64] * 5), codegen
 
 
 @njit(nogil=True, cache=True)
-def dequantize(format, quants, scales, minimums, cols, tile):
+def dequantize(format, quants, scales, cols, tile):
     """Writes `cols` columns of one panel as a float32 tile [cols][16]; the addresses are those of the first column."""
-    _dequantize(format, quants, scales, minimums, cols, tile)
+    _dequantize(format, quants, scales, cols, tile)
+
+
+def emit_sums(b, outs, accumulate):
+    """What lies at `outs`, or zeros unless `accumulate`."""
+    before = b.block
+    resume, start = b.append_basic_block("resume"), b.append_basic_block("start")
+    b.cbranch(b.icmp_signed("!=", accumulate, _int(0)), resume, start)
+    b.position_at_end(resume)
+    held = [_load_fp32(b, at) for at in outs]
+    b.branch(start)
+    b.position_at_end(start)
+    sums = []
+    for value in held:
+        phi = b.phi(V8)
+        phi.add_incoming(_ZERO, before)
+        phi.add_incoming(value, resume)
+        sums.append(phi)
+    return sums
 
 
 def _emit_tile(b, num_rows, tiles, tile_stride, x, x_stride, ys, y_stride, cols, accumulate, ahead=()):
@@ -305,20 +284,6 @@ def _emit_tile(b, num_rows, tiles, tile_stride, x, x_stride, ys, y_stride, cols,
         b.add(b.add(y, b.mul(_int(r), y_stride)), _int(32 * half))
         for y in ys for r in range(num_rows) for half in range(2)
     ]  # fmt: skip
-    before = b.block
-    resume, start = b.append_basic_block("resume"), b.append_basic_block("start")
-    b.cbranch(b.icmp_signed("!=", accumulate, _int(0)), resume, start)
-    b.position_at_end(resume)
-    held = [_load_fp32(b, at) for at in outs]
-    b.branch(start)
-    b.position_at_end(start)
-    state = []
-    for value in held:
-        phi = b.phi(V8)
-        phi.add_incoming(_ZERO, before)
-        phi.add_incoming(value, resume)
-        state.append(phi)
-
     def step(k, state):
         updated = []
         for i, tile in enumerate(tiles):
@@ -331,7 +296,7 @@ def _emit_tile(b, num_rows, tiles, tile_stride, x, x_stride, ys, y_stride, cols,
                 emit_fence(b)  # else 12 sums, 4 weights and 3 values of x want 19 of 16 registers
         return updated
 
-    for at, value in zip(outs, _loop(b, cols, state, step), strict=True):
+    for at, value in zip(outs, emit_loop(b, cols, emit_sums(b, outs, accumulate), step), strict=True):
         emit_store(b, at, value, 4)
 
 
@@ -343,7 +308,7 @@ def _tile_rows(typingctx, num_rows, tile, tile_stride, x, x_stride, y, y_stride,
             r: lambda r=r: _emit_tile(b, r, [tile], tile_stride, x, x_stride, [y], *rest)
             for r in range(1, TILE_ROWS + 1)
         }
-        _switch(b, num_rows, cases)
+        emit_switch(b, num_rows, cases)
         return ctx.get_dummy_value()
 
     return types.none(*[types.int64] * 9), codegen
@@ -361,7 +326,7 @@ def _pair_rows(
             )
             for r in range(1, PAIR_ROWS + 1)
         }
-        _switch(b, num_rows, cases)
+        emit_switch(b, num_rows, cases)
         return ctx.get_dummy_value()
 
     return types.none(*[types.int64] * 13), codegen

@@ -53,9 +53,16 @@ def emit_store(b, address, value, align):
     b.store(value, emit_pointer(b, address, value.type)).align = align
 
 
-def emit_splat(b, scalar):
-    first = b.insert_element(ir.Constant(V8, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return b.shuffle_vector(first, ir.Constant(V8, ir.Undefined), ir.Constant(V8I, [0] * 8))
+def emit_shuffle(b, x, y, lanes):
+    """The given lanes of two vectors, those of `y` counted on from those of `x`."""
+    lanes = list(lanes)
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+
+def emit_splat(b, scalar, lanes=8):
+    """A scalar in every lane."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined)
+    return emit_shuffle(b, b.insert_element(undefined, scalar, ir.Constant(I32, 0)), undefined, [0] * lanes)
 
 
 def emit_ints(value):
@@ -268,13 +275,10 @@ div = _binary(lambda b, x, y: b.fdiv(x, y))
 maximum = _binary(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
-def _emit_fold(b, v, combine):
+def emit_fold(b, v, combine):
     """Combines the lanes as ((0.4).(2.6)).((1.5).(3.7)): the one reduction order of this backend."""
     for width in (4, 2, 1):
-        low = ir.Constant(ir.VectorType(I32, width), list(range(width)))
-        high = ir.Constant(ir.VectorType(I32, width), list(range(width, 2 * width)))
-        undefined = ir.Constant(v.type, ir.Undefined)
-        v = combine(b, b.shuffle_vector(v, undefined, low), b.shuffle_vector(v, undefined, high))
+        v = combine(b, emit_shuffle(b, v, v, range(width)), emit_shuffle(b, v, v, range(width, 2 * width)))
     return b.extract_element(v, ir.Constant(I32, 0))
 
 
@@ -283,7 +287,7 @@ def sum8(typingctx, v):
     """Sum of the lanes in one fixed order."""
 
     def codegen(ctx, b, sig, args):
-        return _emit_fold(b, args[0], lambda b, x, y: b.fadd(x, y))
+        return emit_fold(b, args[0], lambda b, x, y: b.fadd(x, y))
 
     return types.float32(f32x8), codegen
 
@@ -293,7 +297,7 @@ def max8(typingctx, v):
     """The largest lane."""
 
     def codegen(ctx, b, sig, args):
-        return _emit_fold(b, args[0], lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+        return emit_fold(b, args[0], lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
     return types.float32(f32x8), codegen
 
@@ -305,12 +309,8 @@ def keep_lanes(typingctx, v, low, high, other):
     def codegen(ctx, b, sig, args):
         v, low, high, other = args
         lanes = ir.Constant(V8I, list(range(8)))
-
-        def spread(x):
-            first = b.insert_element(ir.Constant(V8I, ir.Undefined), b.trunc(x, I32), ir.Constant(I32, 0))
-            return b.shuffle_vector(first, ir.Constant(V8I, ir.Undefined), ir.Constant(V8I, [0] * 8))
-
-        kept = b.and_(b.icmp_signed(">=", lanes, spread(low)), b.icmp_signed("<", lanes, spread(high)))
+        low, high = (emit_splat(b, b.trunc(bound, I32)) for bound in (low, high))
+        kept = b.and_(b.icmp_signed(">=", lanes, low), b.icmp_signed("<", lanes, high))
         return b.select(kept, v, emit_splat(b, other))
 
     return f32x8(f32x8, types.int64, types.int64, types.float32), codegen

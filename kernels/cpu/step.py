@@ -8,7 +8,7 @@ chunks, and on any number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -26,64 +26,27 @@ from tierd.kernels.cpu.attention import (
 )
 from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
 from tierd.kernels.cpu.batch import Addresses, Batch, Ints, Memory, check_batch, check_pages, cut_attention
-from tierd.kernels.cpu.forward import JOB, LAYER, num_phases, num_stages, work
-from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, describe_matrix, matmul
+from tierd.kernels.cpu.forward import JOB, num_phases, num_stages, work
+from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, matmul
 from tierd.kernels.cpu.microkernel import direct
+from tierd.kernels.cpu.quantize import quantized_row_bytes
 from tierd.kernels.cpu.team import PHASE_WORDS, Team
+from tierd.kernels.cpu.weights import DecoderShape as DecoderShape
+from tierd.kernels.cpu.weights import LayerWeights as LayerWeights
+from tierd.kernels.cpu.weights import (
+    Part,
+    PlacedLayer,
+    Rows,
+    WeightTable,
+    check_rows,
+    describe_checked,
+    padded,
+    padded_vector,
+)
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.packing import PANEL_ROWS, PackedMatrix, WeightFormat, pack
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """Sizes of a decoder. `windows` holds one entry a layer: how many tokens a row sees, 0 for all."""
-
-    num_layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    norm_eps: float
-    qk_norm: bool
-    windows: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads do not share {self.kv_heads} kv heads evenly")
-        if self.head_dim % PANEL_ROWS:
-            raise ValueError(f"head_dim must be a multiple of {PANEL_ROWS}, got {self.head_dim}")
-        if len(self.windows) != self.num_layers or min(self.windows) < 0:
-            raise ValueError(f"windows needs {self.num_layers} entries of at least 0, got {self.windows}")
-
-    @property
-    def qkv_rows(self) -> int:
-        """Outputs of the fused query, key and value projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer. `gate_up` holds the gate's rows first, then those of up; a bias or norm that is absent is None."""
-
-    attn_norm: Floats  # [hidden]
-    qkv: PackedMatrix  # queries, keys, values
-    o: PackedMatrix
-    mlp_norm: Floats  # [hidden]
-    gate_up: PackedMatrix
-    down: PackedMatrix
-    qkv_bias: Floats | None = None
-    q_norm: Floats | None = None  # [head_dim]
-    k_norm: Floats | None = None  # [head_dim]
-    o_bias: Floats | None = None
-    gate_up_bias: Floats | None = None
-    down_bias: Floats | None = None
 
 
 @dataclass(slots=True)
@@ -97,8 +60,9 @@ class _OpenPass:
 class CpuDecoder:
     """A decoder whose weights, scratch and threads are ready. `max_rows` bounds the rows, and the logits, of a pass.
 
-    `head` may be the matrix of `embed`. `cos` and `sin` [context, head_dim / 2] are the RoPE tables, pairs being
-    dimensions i and i + head_dim / 2. Raises ValueError for weights or tables that do not fit the shape.
+    `head` may be the matrix of `embed`. A layer, embedding or head that is None is streamed: passes are then computed
+    layer by layer, and it is handed in where it is needed. `cos` and `sin` [context, head_dim / 2] are the RoPE tables,
+    pairs being dimensions i and i + head_dim / 2. Raises ValueError for weights or tables that do not fit the shape.
 
     Threading: one pass at a time. `close` (or leaving the `with` block) stops the threads; a decoder that is garbage
     collected closes itself.
@@ -107,10 +71,10 @@ class CpuDecoder:
     def __init__(
         self,
         shape: DecoderShape,
-        layers: Sequence[LayerWeights],
-        embed: PackedMatrix,
+        layers: Sequence[LayerWeights | None],
+        embed: PackedMatrix | None,
         final_norm: Floats,
-        head: PackedMatrix,
+        head: PackedMatrix | None,
         layout: PageLayout,
         cos: Floats,
         sin: Floats,
@@ -120,8 +84,6 @@ class CpuDecoder:
         _check_layout(shape, layout)
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
-        if len(layers) != shape.num_layers:
-            raise ValueError(f"expected {shape.num_layers} layers, got {len(layers)}")
         if cos.ndim != 2 or sin.shape != cos.shape or cos.shape[1] != shape.head_dim // 2 or not len(cos):
             raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
         self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
@@ -130,14 +92,15 @@ class CpuDecoder:
         self._kept: list[object] = []  # what the records hold addresses of
         self._jobs = np.zeros(1, JOB)
         self._job: Any = self._jobs[0]
-        self._layers = np.zeros(shape.num_layers, LAYER)
+        self.weights = WeightTable(shape, layers)
         self._set_shape(threads)
-        self._set_weights(layers, embed, final_norm, head)
+        self.set_ends(embed, head)
+        self._job["final_norm"] = self._keep(padded_vector("final_norm", final_norm, shape.hidden))
         for name, table in (("cos", cos), ("sin", sin)):
             self._job[name] = self._keep(np.ascontiguousarray(table, np.float32))
         self._job["rope_stride"] = 4 * cos.shape[1]
         self._set_scratch(threads)
-        self._team = Team(threads, work, (self._jobs, self._layers))
+        self._team = Team(threads, work, (self._jobs, self.weights.records))
 
     def forward(
         self,
@@ -160,6 +123,9 @@ class CpuDecoder:
         batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
         self._check(batch)
         check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))
+        self.weights.require_all()
+        self._require("embedding", self._embed)
+        self._require("head", self._head)
         self._open = None
         self._describe(batch)
         self._describe_pages(batch, pages)
@@ -167,8 +133,18 @@ class CpuDecoder:
         self._launch(range(num_stages(self.shape.num_layers)))
         return logits[:, : self.shape.vocab]
 
-    def start(self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints) -> None:
+    def start(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        row_seq: Ints,
+        page_offsets: Ints,
+        logit_rows: Ints,
+        rows: Rows | None = None,
+    ) -> None:
         """Opens a pass that is computed layer by layer: embeds the rows. Arguments and errors as for `forward`.
+
+        `rows` holds their embeddings where the decoder has none itself.
 
         The pass goes on with `layer` for every layer in turn and ends with `finish`: the bits of `forward`. Any earlier
         pass that is not finished is dropped.
@@ -176,12 +152,20 @@ class CpuDecoder:
         batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
         self._check(batch)
         batch = Batch(*(array.copy() for array in batch))  # what was checked must not change until `finish`
+        if rows is None:
+            self._require("embedding", self._embed)
+        else:
+            check_rows(rows, len(batch.tokens))
         self._describe(batch)
+        if rows is not None:
+            self._job["tokens"], self._job["embed"] = rows.tokens.ctypes.data, rows.matrix[0]
         self._open = _OpenPass(batch)
         self._launch(range(1))
 
-    def layer(self, index: int, memories: Sequence[Memory], pages: Addresses) -> None:
-        """Computes layer `index` of the open pass.
+    def layer(
+        self, index: int, memories: Sequence[Memory], pages: Addresses, placed: PlacedLayer | None = None
+    ) -> None:
+        """Computes layer `index` of the open pass; `placed` is where its weights lie, if it has no place of its own.
 
         The layer's slice of page i lies at `pages[i] + index * layout.layer_bytes`, within one of the memories: pages
         may lie elsewhere in every layer, and the rest of a record need not be there. Raises ValueError, before any
@@ -191,19 +175,40 @@ class CpuDecoder:
         if index != opened.next_layer or index >= self.shape.num_layers:
             raise ValueError(f"layer {index} of {self.shape.num_layers} after {opened.next_layer} layers")
         check_pages(pages, opened.batch.page_offsets, memories, self.layout, range(index, index + 1))
+        if placed is not None and placed.index == index:
+            self.weights.put(placed)
+        elif placed is not None or not self.weights.is_resident(index):
+            raise ValueError(f"layer {index} is streamed: say where it lies")
         opened.next_layer += 1
         self._describe_pages(opened.batch, pages)
         self._launch(range(1 + index, 2 + index))
 
-    def finish(self) -> Floats:
-        """Closes the open pass: logits [len(logit_rows), vocab]. Raises ValueError before its last layer is done."""
+    def finish(self, head: Iterable[Part] | None = None) -> Floats:
+        """Closes the open pass: logits [len(logit_rows), vocab]. Raises ValueError before its last layer is done.
+
+        `head` gives the parts of the head in order where the decoder has none itself. Each is asked for when the one
+        before it has been computed. A pass without logits asks for none.
+        """
         opened, num_layers = self._opened(), self.shape.num_layers
         if opened.next_layer != num_layers:
             raise ValueError(f"the open pass has {opened.next_layer} of {num_layers} layers")
         logits = self._new_logits(len(opened.batch.logit_rows))
-        self._launch(range(num_layers + 1, num_layers + 2))
+        stages = range(num_layers + 1, num_layers + 2)
+        if head is None:
+            self._require("head", self._head)
+            self._launch(stages)
+        elif len(logits):
+            self._launch_parts(head, stages)
         self._open = None
         return logits[:, : self.shape.vocab]
+
+    def set_ends(self, embed: PackedMatrix | None, head: PackedMatrix | None) -> None:
+        """Takes other places of the embedding and the head, between passes. Raises ValueError for a wrong shape."""
+        shape = self.shape
+        for name, matrix in (("embed", embed), ("head", head)):
+            if matrix is not None:
+                describe_checked(name, matrix, shape.vocab, shape.hidden, self._job[name])
+        self._embed, self._head = embed, head
 
     def close(self) -> None:
         """Stops the threads. Afterwards every pass raises ValueError; closing again does nothing."""
@@ -222,7 +227,7 @@ class CpuDecoder:
         """Compiles the kernels, or loads them from Numba's cache; `progress(done, total)` counts stages."""
         address = types.int64
         stages: list[Callable[[], object]] = [
-            lambda: direct.compile((address,) * 13),
+            lambda: direct.compile((address,) * 12),
             lambda: matmul.compile((from_dtype(MATRIX), *[address] * 10)),
             lambda: attention.compile((from_dtype(JOB), *[address] * 4)),
             _tiny_pass,
@@ -243,6 +248,25 @@ class CpuDecoder:
         if self._open is None:
             raise ValueError("no pass is open: start one first")
         return self._open
+
+    @staticmethod
+    def _require(name: str, matrix: PackedMatrix | None) -> None:
+        if matrix is None:
+            raise ValueError(f"the {name} is streamed: compute the pass layer by layer, and hand it in")
+
+    def _launch_parts(self, head: Iterable[Part], stages: range) -> None:
+        """Each part gives some columns of the logits."""
+        job, first, done = self._job, int(self._job["logits"]), 0
+        for part in head:
+            if part.first_panel != done:
+                raise ValueError(f"panel {part.first_panel} of the head after {done} panels")
+            done += int(part.matrix[0]["panels"])
+            if done * PANEL_ROWS > padded(self.shape.vocab):
+                raise ValueError(f"{done} panels are more than the head has")
+            job["head"], job["logits"] = part.matrix[0], first + 4 * PANEL_ROWS * part.first_panel
+            self._launch(stages)
+        if done * PANEL_ROWS != padded(self.shape.vocab):
+            raise ValueError(f"the parts of the head end at panel {done}")
 
     def _describe(self, batch: Batch) -> None:
         """Names the rows in the job. The caller keeps the batch alive."""
@@ -272,14 +296,14 @@ class CpuDecoder:
 
     def _new_logits(self, count: int) -> Floats:
         """Room for `count` rows of logits, padded to whole panels; the job names it."""
-        logits = np.empty((count, _padded(self.shape.vocab)), np.float32)
+        logits = np.empty((count, padded(self.shape.vocab)), np.float32)
         self._job["logits"], self._job["logits_stride"] = logits.ctypes.data, logits.strides[0]
         return logits
 
     def _launch(self, stages: range) -> None:
         self._job["first_stage"], self._job["stop_stage"] = stages.start, stages.stop
         self._phases[:] = 0
-        work(self._jobs, self._layers, self._team.address, 0)
+        work(self._jobs, self.weights.records, self._team.address, 0)
 
     def _keep(self, array: NDArray[Any]) -> int:
         """Keeps the array alive as long as the decoder; its address."""
@@ -290,54 +314,13 @@ class CpuDecoder:
         shape, layout, job = self.shape, self.layout, self._job
         for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "norm_eps"):
             job[name] = getattr(shape, name)
-        job["hidden_padded"] = _padded(shape.hidden)
+        job["hidden_padded"] = padded(shape.hidden)
         job["page_format"] = PAGE_FORMAT_CODES[layout.format]
         job["layer_bytes"] = layout.layer_bytes
         job["head_bytes"] = layout.head_elements * layout.element_bytes
         job["plane_bytes"] = layout.plane_elements * layout.element_bytes
         job["query_scale"] = 1 / math.sqrt(shape.head_dim)
         job["threads"] = threads
-
-    def _set_weights(
-        self, layers: Sequence[LayerWeights], embed: PackedMatrix, final_norm: Floats, head: PackedMatrix
-    ) -> None:
-        shape = self.shape
-        attended = shape.heads * shape.head_dim
-        for layer, record, window in zip(layers, self._layers, shape.windows, strict=True):
-            record["window"] = window
-            record["attn_norm"] = self._vector("attn_norm", layer.attn_norm, shape.hidden)
-            record["mlp_norm"] = self._vector("mlp_norm", layer.mlp_norm, shape.hidden)
-            if (layer.q_norm is not None) != shape.qk_norm or (layer.k_norm is not None) != shape.qk_norm:
-                raise ValueError(f"qk_norm is {shape.qk_norm}, the layer's q_norm and k_norm say otherwise")
-            record["q_norm"] = self._vector("q_norm", layer.q_norm, shape.head_dim)
-            record["k_norm"] = self._vector("k_norm", layer.k_norm, shape.head_dim)
-            for name, rows, cols in (
-                ("qkv", shape.qkv_rows, shape.hidden),
-                ("o", shape.hidden, attended),
-                ("gate_up", 2 * shape.intermediate, shape.hidden),
-                ("down", shape.hidden, shape.intermediate),
-            ):
-                self._matrix(name, getattr(layer, name), rows, cols, record[name])
-                record[name]["bias"] = self._vector(f"{name}_bias", getattr(layer, f"{name}_bias"), rows)
-        self._matrix("embed", embed, shape.vocab, shape.hidden, self._job["embed"])
-        self._matrix("head", head, shape.vocab, shape.hidden, self._job["head"])
-        self._job["final_norm"] = self._vector("final_norm", final_norm, shape.hidden)
-
-    def _vector(self, name: str, vector: Floats | None, length: int) -> int:
-        """Address of a copy filled up with zeros to whole panels, 0 for None."""
-        if vector is None:
-            return 0
-        if vector.shape != (length,):
-            raise ValueError(f"{name} needs {length} values, got shape {vector.shape}")
-        padded = np.zeros(_padded(length), np.float32)
-        padded[:length] = vector
-        return self._keep(padded)
-
-    def _matrix(self, name: str, matrix: PackedMatrix, rows: int, cols: int, record: np.void) -> None:
-        if (matrix.rows, matrix.cols) != (rows, cols):
-            raise ValueError(f"{name} must be {rows} x {cols}, got {matrix.rows} x {matrix.cols}")
-        self._keep(matrix.data)
-        describe_matrix(matrix, record)
 
     def _set_scratch(self, threads: int) -> None:
         shape, job = self.shape, self._job
@@ -350,8 +333,11 @@ class CpuDecoder:
             ("gate_up", "gate_up_stride", 2 * shape.intermediate),
             ("activated", "activated_stride", shape.intermediate),
         ):
-            job[stride] = 4 * _padded(cols)
-            job[buffer] = self._aligned(self.max_rows * 4 * _padded(cols))
+            job[stride] = _odd_lines(4 * padded(cols))
+            job[buffer] = self._aligned(self.max_rows * int(job[stride]))
+        widest = max(shape.hidden, shape.heads * shape.head_dim, shape.intermediate)
+        job["quantized_stride"] = _odd_lines(quantized_row_bytes(widest))
+        job["quantized"] = self._aligned(self.max_rows * int(job["quantized_stride"]))
         group = shape.heads // shape.kv_heads
         job["block_queries"] = max_block_queries(shape.head_dim, group)
         job["tile"] = -(-scratch_bytes(shape.head_dim, group) // 64) * 64
@@ -366,8 +352,11 @@ class CpuDecoder:
         return -(-address // 64) * 64
 
 
-def _padded(count: int) -> int:
-    return -(-count // PANEL_ROWS) * PANEL_ROWS
+def _odd_lines(row_bytes: int) -> int:
+    """Bytes from row to row, an odd number of cache lines: the same column of many rows, 12,288 bytes apart, would lie
+    in one set of the first-level cache."""
+    lines = -(-row_bytes // 64)
+    return 64 * (lines + 1 - lines % 2)
 
 
 def _check_layout(shape: DecoderShape, layout: PageLayout) -> None:

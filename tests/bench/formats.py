@@ -29,7 +29,7 @@ from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
-from tierd.kernels.packing import PackedMatrix, WeightFormat, pack, unpack
+from tierd.kernels.packing import ROUNDED_FORMATS, PackedMatrix, WeightFormat, pack, unpack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WINDOW_TOKENS = 1024
@@ -109,7 +109,7 @@ class Subject:
 def subjects(weights: Weights, pages: list[str]) -> Iterator[tuple[str, str, Weights]]:
     for page_format in pages:
         yield "as imported", page_format, weights
-    for form in WeightFormat:
+    for form in ROUNDED_FORMATS:
         yield form.value, pages[0], repacked(weights, form)
 
 

@@ -20,7 +20,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, TILE_BYTES, describe_matrix, matmul
+from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, TILE_BYTES, describe_matrix, matmul, takes_integers
+from tierd.kernels.cpu.quantize import quantize_row, quantized_row_bytes
 from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
 from tierd.kernels.cpu.team import PHASE_BYTES, PHASE_WORDS
 from tierd.kernels.layout import PageLayout
@@ -147,14 +148,19 @@ def product_s(matrix: PackedMatrix, rows: int, threads: int, count: int) -> floa
     describe_matrix(matrix, record)
     x, y = np.ones((rows, matrix.cols), np.float32), np.zeros((rows, int(record["panels"]) * 16), np.float32)
     tiles = np.zeros((threads, TILE_BYTES), np.uint8)
+    source: NDArray[Any] = x
+    if takes_integers(record):
+        source = np.zeros((rows, quantized_row_bytes(matrix.cols)), np.uint8)
+        for row in range(rows):
+            quantize_row(x[row:].ctypes.data, matrix.cols, 0, matrix.cols, source[row:].ctypes.data)
 
     def run() -> float:
         phases = np.zeros(count * PHASE_WORDS, np.int64)
 
         def work(thread: int) -> None:
             _repeat(
-                record, x.ctypes.data, x.strides[0], y.ctypes.data, y.strides[0], rows, phases.ctypes.data, count,
-                threads, tiles[thread].ctypes.data,
+                record, source.ctypes.data, source.strides[0], y.ctypes.data, y.strides[0], rows, phases.ctypes.data,
+                count, threads, tiles[thread].ctypes.data,
             )  # fmt: skip
 
         team = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
@@ -172,7 +178,7 @@ def bench_products(threads: int, roof: tuple[float, float]) -> None:
     """Matrix products of the decoder's shapes, 1 row and 512 rows. (The head is read from memory, the rest from the
     caches.)"""
     rng = np.random.default_rng(0)
-    for format in (WeightFormat.INT4_G32, WeightFormat.INT8_G32):
+    for format in (WeightFormat.INT4_G32, WeightFormat.INT5_G32, WeightFormat.INT8_G32):
         for rows, cols in ((960, 576), (3072, 576), (576, 1536), (49152, 576)):
             matrix = random_matrix(rng, format, rows, cols)
             decode_s = product_s(matrix, 1, threads, 500 if rows < 10000 else 20)

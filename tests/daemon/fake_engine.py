@@ -1,10 +1,14 @@
 """An engine without a model: a real process on a real socketpair whose tokens are a function of prompt and position.
 
 `fake.json` in the model directory sets how it starts and ends: `start_s`, `token_s`, `flush_s`, `fail` ({code, message}
-said instead of ready), `exit` (a code, at the start), `stays` (after `stop`). Words in the prompt set what happens to a
-request: `!crash=N` kills the process when token N is due, once for the same prompt, `!always=N` whenever N new tokens
-were said, `!die` on arrival, `!refuse`, `!hang` (no token ever comes), `!freeze` (the whole process stands still),
-`!garbage`, `!big=N` (N characters a token).
+said instead of ready), `exit` (a code, at the start), `stays` (after `stop`), `status` (what it tells of itself). Words
+in the prompt set what happens to a request: `!crash=N` kills the process when token N is due, once for the same prompt,
+`!always=N` whenever N new tokens were said, `!die` on arrival, `!refuse`, `!hang` (no token ever comes), `!still` (the
+same, once), `!freeze` (the whole process stands still), `!garbage`, `!big=N` (N characters a token), `!think=N` (the
+first N tokens are thinking), `!calls=N` (as many calls of functions after the text, of the request's first tool),
+`!stop` (the stop string `END` ends it), `!echo` (the text is the request as JSON, in one token). Where logprobs are
+asked for, they are told. A format is answered with the least JSON that fits, or with its own source; a `tool_choice`
+that demands a call with one alone. After the answer of a tool nothing is called.
 """
 
 from __future__ import annotations
@@ -58,6 +62,38 @@ def prompt_of(args: dict) -> str:
     return args["prompt"]
 
 
+def instance(schema: dict) -> object:
+    """The least value of a simple schema."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    kind = schema.get("type", "object")
+    if kind == "object":
+        return {name: instance(inner) for name, inner in schema.get("properties", {}).items()}
+    return {"string": "page", "integer": 7, "number": 1.5, "boolean": True, "array": [], "null": None}[kind]
+
+
+def pieces(text: str, size: int = 8) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def held_to(form: dict) -> list[str]:
+    """What each token of an answer in this format says."""
+    if form["kind"] in ("regex", "grammar"):
+        return pieces(form["source"])
+    return pieces(json.dumps(instance(json.loads(form["source"] or "{}"))))
+
+
+def calls_of(args: dict, words: dict) -> int:
+    demanded = args.get("tool_choice", "auto") not in ("auto", "none")
+    answered = "messages" in args and args["messages"][-1]["role"] == "tool"
+    return 0 if answered else int(words.get("calls", demanded))
+
+
+def logprob(token_id: int, text: str, alternatives: int) -> dict:
+    one = {"token": token_id, "text": text, "bytes": text.encode(), "logprob": -(token_id % 97) / 10}
+    return {**one, "top": [{**one, "logprob": one["logprob"] - n} for n in range(alternatives)]}
+
+
 class Fake:
     def __init__(self, config: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.directory = Path(config["model_dir"])
@@ -98,7 +134,7 @@ class Fake:
     async def handle(self, request: Request) -> None:
         match request.op:
             case "generate":
-                task = asyncio.create_task(self.generate(request))
+                task = asyncio.create_task(self.answer(request))
                 self.running[request.id] = task
             case "cancel":
                 target = request.args["target"]
@@ -110,8 +146,9 @@ class Fake:
             case "status":
                 nvme = {"cap_bytes": self.nvme_bytes}
                 tiers = {"device": {"total_pages": 8, "used_pages": 3}, "host": {}, "nvme": nvme}
-                self.send(request.id, "result", state="ready", running=len(self.running), waiting=0, tiers=tiers,
-                          cancelled=len(self.cancelled))
+                status = {"state": "ready", "running": len(self.running), "waiting": 0, "tiers": tiers,
+                          "cancelled": len(self.cancelled)}
+                self.send(request.id, "result", **(status | self.options.get("status", {})))
             case "tokenize":
                 self.send(request.id, "result", tokens=[len(str(request.args))])
             case "flush":
@@ -138,6 +175,13 @@ class Fake:
         mark.touch()
         return True
 
+    async def answer(self, request: Request) -> None:
+        try:
+            await self.generate(request)
+        except (KeyError, TypeError, ValueError, AttributeError):  # a schema of the client that we can't answer
+            self.running.pop(request.id, None)
+            self.send(request.id, "refused", code="bad_request", message="the format makes no sense")
+
     async def generate(self, request: Request) -> None:
         args, sampling = request.args, request.args.get("sampling", {})
         prompt, resume = prompt_of(args), len(args.get("resume", ()))
@@ -149,7 +193,8 @@ class Fake:
             os.kill(os.getpid(), signal.SIGKILL)
         if "refuse" in words:
             self.running.pop(request.id)
-            self.send(request.id, "refused", code="context_length_exceeded", message="5000 tokens used, 4096 allowed")
+            self.send(request.id, "refused", code="context_length_exceeded", message="5000 tokens used, 4096 allowed",
+                      hint="the prompt is too long: shorten it")
             return
         if "freeze" in words and self.first_time(prompt):
             self.send(request.id, "accepted", prompt_tokens=5, cached_tokens=2)
@@ -157,11 +202,21 @@ class Fake:
             await self.writer.drain()
             time.sleep(600)  # noqa: ASYNC251  (a process that stands still is the point)
         self.send(request.id, "accepted", prompt_tokens=len(prompt.split()) + resume, cached_tokens=2 + resume)
-        if "hang" in words:
+        if "hang" in words or ("still" in words and self.first_time(prompt)):
             await asyncio.sleep(600)
         if "garbage" in words and self.first_time(prompt):
             self.writer.write(b"\xff\xff\xff\xff garbage")
             return
+        if args.get("beam_width"):
+            self.running.pop(request.id)
+            self.send_beams(request.id, prompt, count, args.get("n", 1))
+            return
+        held = held_to(args["format"]) if "format" in args else None
+        calls, logprob_sum = calls_of(args, words), 0.0
+        if held is not None:
+            count = len(held)
+        elif calls and args.get("tool_choice", "auto") != "auto":
+            count = 0
         for position in range(resume, count):
             if ("crash" in words and position == int(words["crash"]) and self.first_time(prompt)) or (
                 "always" in words and position - resume == int(words["always"])
@@ -173,12 +228,52 @@ class Fake:
                 await asyncio.sleep(delay_s)
             token_id = token(prompt, seed, position)
             text = "x" * int(words["big"]) if "big" in words else text_of(token_id)
-            self.send(request.id, "text", text=text, tokens=[token_id])
+            if "echo" in words:
+                text = json.dumps(args) if position == 0 else ""
+            if held is not None:
+                text = held[position]
+            said = {"text": text, "tokens": [token_id]}
+            if position < int(words.get("think", 0)):
+                said |= {"text": "", "thinking": text}
+            if (alternatives := args.get("logprobs")) is not None:
+                said["logprobs"] = [logprob(token_id, text, alternatives)]
+                logprob_sum += said["logprobs"][0]["logprob"]
+            self.send(request.id, "text", **said)
             await self.writer.drain()
+        for call in range(calls):
+            self.send_call(request.id, call, args)
         self.running.pop(request.id, None)
         usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": count, "cached_tokens": 2 + resume}
         timings = {"ttft_ms": 1.0, "decode_tokens_per_s": 9.0, "recomputed": 3}
-        self.send(request.id, "done", finish="length", usage=usage, timings=timings)
+        finish = "tool_calls" if calls else "stop" if "stop" in words or held is not None else "length"
+        stop = "END" if "stop" in words else None
+        summed = {} if args.get("logprobs") is None else {"logprob_sum": logprob_sum}
+        self.send(request.id, "done", finish=finish, stop=stop, usage=usage, timings=timings, **summed)
+
+    def send_beams(self, request_id: int, prompt: str, count: int, answers: int) -> None:
+        """The answers of a beam search, one after the other, as the engine tells them at its end."""
+        for choice in range(answers):
+            tokens = [token(prompt, choice, position) for position in range(count)]
+            which = {"choice": choice} if answers > 1 else {}
+            self.send(request_id, "text", text="".join(map(text_of, tokens)), tokens=tokens, **which)
+            if which:
+                self.send(request_id, "choice", **which, finish="stop", stop=None)
+        usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": count * answers, "cached_tokens": 2}
+        self.send(request_id, "done", finish="stop", usage=usage, timings={})
+
+    def send_call(self, request_id: int, index: int, args: dict) -> None:
+        """A call in pieces, as it comes while a model writes it."""
+        tools = args.get("tools") or [{"name": "look"}]
+        named = args.get("tool_choice", "auto").removeprefix("function:")
+        used = next((tool for tool in tools if tool["name"] == named), tools[0])
+        first = {"index": index, "id": f"call_{index}", "name": used["name"], "arguments": ""}
+        self.send(request_id, "text", text="", tokens=[], calls=[first])
+        schema = used.get("parameters", {})
+        said = pieces(json.dumps(instance(schema))) if schema.get("properties") else [
+            '{"number": ', f"{index}, ", '"unit": "Größe"}'
+        ]
+        for piece in said:
+            self.send(request_id, "text", text="", tokens=[], calls=[{"index": index, "arguments": piece}])
 
 
 async def main(fd: int) -> None:

@@ -122,6 +122,7 @@ class Front:
         self.server = Server(self.service)
         self.path = settings.socket
         self.wires: list[Wire] = []
+        self.app: Any = None  # of HTTP, where a test has it
 
     async def connect(self) -> Wire:
         self.wires.append(await Wire.connect(self.path))
@@ -133,7 +134,8 @@ class Front:
 
 def make_settings(tmp_path: Path, **changes: Any) -> Settings:
     given = {"models_dir": tmp_path / "models", "cache_dir": tmp_path / "cache", "socket": tmp_path / "run" / "t.sock",
-             "listen": "127.0.0.1:0", "nvme_mem": 1 << 30, "default_model": "alpha"}  # fmt: skip
+             "listen": "127.0.0.1:0", "nvme_mem": 1 << 30, "default_model": "alpha",
+             "keys_file": tmp_path / "keys.json"}  # fmt: skip
     return Settings(**(given | changes))
 
 
@@ -171,7 +173,8 @@ class Daemon:
     """`tierd serve` with fake engines, as a process."""
 
     def __init__(self, tmp_path: Path, **changes: Any) -> None:
-        settings = make_settings(tmp_path, **{name: value for name, value in changes.items() if name != "times"})
+        known = {name: value for name, value in changes.items() if name not in ("times", "log")}
+        settings = make_settings(tmp_path, **known)
         self.socket = settings.socket
         self.started_s = time.monotonic()
         given = {name: str(value) if isinstance(value, Path) else value for name, value in changes.items()}

@@ -1,4 +1,7 @@
-"""`tierd serve` with the fake engine: `run_front.py DIRECTORY JSON`, changes of settings and, in `times`, constants."""
+"""`tierd serve` with the fake engine: `run_front.py DIRECTORY JSON`.
+
+The JSON: changes of settings; in `times` constants; in `log` the level, for tests that make more than a pipe holds.
+"""
 
 import json
 import logging
@@ -12,14 +15,15 @@ from tierd.daemon.config import Settings
 from tierd.daemon.errors import TierdError
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     root = Path(sys.argv[1])
     changes = json.loads(sys.argv[2])
+    logging.basicConfig(level=changes.pop("log", "INFO"), format="%(name)s %(levelname)s %(message)s")
     for name, value in changes.pop("times", {}).items():
         setattr(service if hasattr(service, name) else lifecycle, name, value)
     given = {
         "models_dir": root / "models", "cache_dir": root / "cache", "socket": root / "run" / "t.sock",
         "listen": "127.0.0.1:0", "nvme_mem": 1 << 30, "default_model": "alpha",
+        "keys_file": root / "keys.json",
     }  # fmt: skip
     if "socket" in changes:
         changes["socket"] = Path(changes["socket"])

@@ -56,6 +56,20 @@ def test_status_tells_what_was_written(cli: Cli) -> None:
     assert "written  5.0 MB of 200 GB today, 46.1 kB for a token kept (alpha)\n" in said
 
 
+def test_status_tells_where_weights_lie(cli: Cli) -> None:
+    weights = {"device_bytes": 2 * 10**9, "nvme_bytes": 0}
+    streamed = weights | {"nvme_bytes": 5 * 10**9, "bytes_per_s": 1.8e9, "peak_share": 0.96}
+    with cli.front() as front:
+        for given, text in (
+            (weights, "2.0 GB in memory"),
+            (streamed | {"bytes_per_s": 0.0}, "2.0 GB in memory, 5.0 GB on disk"),
+            (streamed, "2.0 GB in memory, 5.0 GB on disk, read at 1.8 GB/s, 96% of its best"),
+        ):
+            engine = {"model": "alpha", "state": "ready", "tiers": {"host": None}, "weights": given}
+            front.answers["status"] = {**STATUS, "engines": [engine]}
+            assert f"weights  {text} (alpha)\n" in cli("status").out
+
+
 def test_status_tells_of_a_silent_engine(cli: Cli) -> None:
     with cli.front() as front:
         for state, silent in (("ready", True), ("starting", False)):

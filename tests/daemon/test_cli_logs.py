@@ -30,6 +30,37 @@ def test_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes
     assert last_lines(file, 3) == []
 
 
+def test_last_lines_go_back_into_rotated_files(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    for name, numbers in (("log", [5]), ("log.1", [3, 4]), ("log.2", [1, 2])):
+        (tmp_path / name).write_text("".join(f"{number}\n" for number in numbers))
+    assert last_lines(file, 2) == ["4", "5"] and last_lines(file, 9) == ["1", "2", "3", "4", "5"]
+
+
+def test_follow_loses_nothing_that_was_written_before_a_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "log"
+    file.touch()
+
+    def write_and_rotate(seconds: float) -> None:
+        replaced = cli_logs._replaced
+
+        def late(path: Path, fd: int) -> bool:  # after the last read found nothing
+            monkeypatch.setattr(cli_logs, "_replaced", replaced)
+            file.write_text("one\n")
+            file.rename(tmp_path / "log.1")
+            file.write_text("two\n")
+            return replaced(path, fd)
+
+        monkeypatch.setattr(cli_logs, "_replaced", late)
+
+    monkeypatch.setattr(time, "sleep", write_and_rotate)
+    lines = follow_lines(file)
+    assert [next(lines) for _ in range(2)] == ["one", "two"]
+    lines.close()  # type: ignore[attr-defined]
+
+
 def test_follow_goes_over_to_the_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "log"
     file.write_text("old\n")

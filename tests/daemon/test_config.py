@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
 from pathlib import Path
 
 import msgspec
@@ -12,20 +10,16 @@ import pytest
 
 from tierd.daemon.config import (
     EngineConfig,
-    Machine,
     Settings,
-    _cgroup_left_bytes,
-    auto_sizes,
     engine_config,
     is_loopback,
     load,
-    probe_machine,
     resolve_sizes,
     setting_docs,
     split_listen,
-    total_memory_bytes,
 )
 from tierd.daemon.errors import BadConfig
+from tierd.daemon.machine import Machine
 
 GB = 10**9
 
@@ -51,8 +45,8 @@ def test_every_setting_is_documented() -> None:
     assert set(docs) == {field.name for field in dataclasses.fields(Settings)}
     for doc in docs.values():
         assert len(doc.doc) > 10 and doc.doc[0].islower() or doc.doc.startswith("HTTP"), doc
-        assert doc.env == "TIERD_" + doc.key.upper()
-        assert doc.flag == "--" + doc.key.replace("_", "-")
+        assert doc.env == "TIERD_" + doc.key.upper().replace(".", "_")
+        assert doc.flag == "--" + doc.key.replace("_", "-").replace(".", "-")
 
 
 def test_defaults(env: dict[str, str], file: Path) -> None:
@@ -80,21 +74,25 @@ def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Pat
     texts = {
         "models_dir": str(tmp_path / "m"), "cache_dir": str(tmp_path / "c"), "socket": str(tmp_path / "s"),
         "listen": "localhost:1", "api_key": "k", "device_mem": "1GB", "host_mem": "2GiB", "nvme_mem": "0",
+        "weights_mem": "3GB", "speculate": "off",
         "nvme_min_free": "auto", "nvme_daily_writes": "50GB",
         "threads": "3", "kv_format": "bf16", "ctx": "4096", "max_batch": "64",
         "max_streams": "4", "max_queue": "5", "keep_alive": "never", "log_level": "debug", "log_format": "json",
-        "offline": "true", "default_model": "x",
+        "offline": "true", "default_model": "x", "keys_file": str(tmp_path / "k.json"),
+        "log_bytes": "1MiB", "log_files": "7", "compat.strip_attribution": "false",
+        "allowed_hosts": "tierd.example,other.example:80", "origins": "http://localhost:3000",
     }  # fmt: skip
     assert set(texts) == {doc.key for doc in setting_docs()}
     file.write_text("\n".join(f'{key} = "{value}"' for key, value in texts.items()))
     from_file = load({}, {}, file)
     file.write_text("")
-    from_env = load({}, {f"TIERD_{key.upper()}": value for key, value in texts.items()}, file)
+    from_env = load({}, {doc.env: texts[doc.key] for doc in setting_docs()}, file)
     from_flags = load({doc.name: texts[doc.key] for doc in setting_docs()}, {}, file)
     assert from_file.settings == from_env.settings == from_flags.settings
     assert from_file.settings.host_mem == 2 << 30
     assert from_file.settings.keep_alive_s is None
     assert from_file.settings.offline is True
+    assert from_file.settings.allowed_hosts == ("tierd.example", "other.example:80")
     for loaded, kind in ((from_file, "file "), (from_env, "env "), (from_flags, "flag ")):
         assert all(origin.startswith(kind) for origin in loaded.origins.values())
 
@@ -115,7 +113,7 @@ def test_relative_paths_of_a_file_start_where_the_file_lies(env: dict[str, str],
         ("offline = 1", "offline in", ""),
         ("device_mem = '6XB'", "device_mem in", ""),
         ("device_mem = -1", "device_mem in", ""),
-        ("[daemon]\nthreads = 1", "unknown key 'daemon'", ""),
+        ("[daemon]\nthreads = 1", "unknown key 'daemon.threads'", ""),
         ("threads = ", "not valid TOML", ""),
     ],
 )
@@ -187,54 +185,11 @@ def test_listen_parts() -> None:
     assert not is_loopback("0.0.0.0") and not is_loopback("::") and not is_loopback("192.168.1.2")
 
 
-@pytest.mark.parametrize(
-    ("total", "available", "disk"),
-    list(itertools.product((GB, 16 * GB, 512 * GB), (0, GB, 400 * GB), (0, GB, 4000 * GB))),
-)
-def test_auto_sizes_fit_the_machine(total: int, available: int, disk: int) -> None:
-    sizes = auto_sizes(total, available, disk)
-    assert sizes.host_bytes <= min(total, available) // 4
-    assert sizes.device_bytes + sizes.host_bytes <= max(min(total, available) * 4 // 10, 64 << 20)
-    assert sizes.nvme_bytes <= min(50 * GB, disk // 10)
-    assert sizes.nvme_min_free_bytes <= min(5 * GB, disk // 20)
-    assert sizes.device_bytes >= 64 << 20
-
-
-def test_auto_sizes_of_known_machines() -> None:
-    assert auto_sizes(16 * GB, 12 * GB, 100 * GB) == (3 * GB, 1_800_000_000, 10 * GB, 5 * GB)
-    assert auto_sizes(128 * GB, 120 * GB, 2000 * GB) == (8 * GB, 16 * GB, 50 * GB, 5 * GB)
-    assert auto_sizes(GB, GB // 5, GB // 2) == (64 << 20, 0, 0, 25_000_000), "a small machine still works"
-
-
 def test_resolve_keeps_what_was_asked_for(env: dict[str, str], file: Path) -> None:
     file.touch()
     settings = load({"device_mem": "1GB", "nvme_mem": "0"}, env, file).settings
     sizes = resolve_sizes(settings, Machine(16 * GB, 12 * GB, 100 * GB))
-    assert sizes == (GB, 1_800_000_000, 0, 5 * GB)
-
-
-def test_probe(tmp_path: Path) -> None:
-    machine = probe_machine(tmp_path / "not" / "yet")
-    assert 0 < machine.available_ram <= machine.total_ram
-    assert machine.free_disk > 0
-
-
-def test_cgroup_limit(tmp_path: Path) -> None:
-    assert _cgroup_left_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("100\n")
-    assert _cgroup_left_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("300\n")
-    assert _cgroup_left_bytes(tmp_path) == 200
-
-
-def test_total_memory(tmp_path: Path) -> None:
-    machine = total_memory_bytes(tmp_path)
-    assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert total_memory_bytes(tmp_path) == machine
-    (tmp_path / "memory.max").write_text(f"{machine // 2}\n")
-    assert total_memory_bytes(tmp_path) == machine // 2
+    assert sizes == (GB, 1_800_000_000, 0, 5 * GB, 8 * GB)
 
 
 def test_engine_config_survives_json(env: dict[str, str], file: Path, tmp_path: Path) -> None:
@@ -253,3 +208,16 @@ def test_a_disk_tier_that_nobody_turned_off_says_why_it_is_off(env: dict[str, st
 
     assert "too little free space" in reason(100 << 20)
     assert reason(GB) == "" and reason(100 << 20, nvme_mem="0") == "" and reason(0, nvme_mem="1GB") == ""
+
+
+def test_a_table_of_the_file_and_its_other_spellings(env: dict[str, str], file: Path) -> None:
+    file.write_text("[compat]\nstrip_attribution = false\n")
+    loaded = load({}, env, file)
+    assert not loaded.settings.strip_attribution and loaded.origins["strip_attribution"] == f"file {file}"
+    assert load({}, env | {"TIERD_COMPAT_STRIP_ATTRIBUTION": "yes"}, file).settings.strip_attribution
+    file.write_text("[compat]\nstrip_atribution = false\n")
+    with pytest.raises(BadConfig, match="compat.strip_atribution"):
+        load({}, env, file)
+    file.write_text('[listen]\nport = "1"\n')
+    with pytest.raises(BadConfig, match="listen.port"):
+        load({}, env, file)

@@ -104,3 +104,41 @@ def test_text_and_words() -> None:
     for bad_count in (0, 6, "6", "x", 1.0, True):
         with pytest.raises(ValueError, match="from 1 to 5"):
             values.count(1, 5)(bad_count)
+
+
+@pytest.mark.parametrize("bad", ["", "1KiB", "2GiB", "x", -1, None])
+def test_log_sizes_are_sensible(bad: object) -> None:
+    assert values.log_size_bytes("64KiB") == 64 << 10
+    with pytest.raises(ValueError, match="from 64KiB to 1GiB"):
+        values.log_size_bytes(bad)
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("tierd.example", ("tierd.example",)), ("A.b:80, [::1]:90 ,c", ("a.b:80", "[::1]:90", "c")), ("", ()), ([], ()),
+        (["x.y", "z"], ("x.y", "z")),
+    ],
+)  # fmt: skip
+def test_host_names(given: object, names: tuple[str, ...]) -> None:
+    assert values.host_names(given) == names
+
+
+@pytest.mark.parametrize("bad", ["*", "a b", "http://a", "a/b", "a:99999999", [1], {"a": 1}, 7, ["a"] * 65, "-a"])
+def test_bad_host_names(bad: object) -> None:
+    with pytest.raises(ValueError, match="host names"):
+        values.host_names(bad)
+
+
+def test_origins() -> None:
+    given = ["http://localhost:3000", "https://chat.example", "chrome-extension://abc", "http://[::1]:80"]
+    assert values.web_origins(",".join(given)) == values.web_origins(given) == tuple(given)
+    for bad in ("*", "null", "localhost", "http://a/", "http://a/b", "http://*.example", "http://"):
+        with pytest.raises(ValueError, match="origins"):
+            values.web_origins(bad)
+
+
+def test_private_file(tmp_path: Path) -> None:
+    assert values.private_file(str(tmp_path / "keys")) == tmp_path / "keys"
+    with pytest.raises(ValueError, match="a file"):
+        values.private_file(tmp_path)

@@ -78,3 +78,52 @@ async def test_an_error_of_the_daemon_ends_it():
     inbox.fail(Draining("bye"))
     with pytest.raises(Draining):
         await waiting
+
+
+def kind(**data):
+    return Event(1, "text", {"text": "", "tokens": [1], **data})
+
+
+async def test_texts_of_one_kind_are_joined_with_all_that_they_say():
+    inbox = Inbox()
+    top = [{"logprob": -1.0, "top": []}]
+    for event in (kind(thinking="a", logprobs=top), kind(thinking="b", logprobs=top), kind(text="c"), kind(text="d"),
+                  kind(calls=[{"index": 0, "id": "x", "name": "f"}]),
+                  kind(calls=[{"index": 0, "arguments": "{}"}])):  # fmt: skip
+        inbox.put(event)
+    assert (await inbox.get(1)).data == {"text": "", "tokens": [1, 1], "thinking": "ab", "logprobs": top * 2}
+    assert (await inbox.get(1)).data == {"text": "cd", "tokens": [1, 1]}
+    assert [piece.get("arguments") for piece in (await inbox.get(1)).data["calls"]] == [None, "{}"]
+    assert inbox._pending_bytes == 0
+
+
+async def test_what_says_two_things_or_belongs_to_another_answer_is_told_apart():
+    for one, other in ((kind(text="a", thinking="b"), kind(text="a", thinking="b")),
+    (kind(text="a"), kind(thinking="b")),
+                       (kind(text="a", choice=0), kind(text="a", choice=1))):  # fmt: skip
+        inbox = Inbox()
+        inbox.put(one)
+        inbox.put(other)
+        assert (await inbox.get(1)) == one and (await inbox.get(1)) == other
+    inbox = Inbox()
+    for _ in range(2):
+        inbox.put(kind(text="a", choice=3))
+    assert (await inbox.get(1)).data == {"text": "aa", "tokens": [1, 1], "choice": 3}
+
+
+async def test_logprobs_and_calls_count_against_the_bound():
+    logprobs, calls = [{"logprob": -1.0, "top": [{}] * 20}], [{"index": 0, "arguments": "x" * 400}]
+    for said in ({"logprobs": logprobs}, {"calls": calls}):
+        inbox = Inbox(max_bytes=2000)
+        for _ in range(5):
+            inbox.put(kind(**said))
+        with pytest.raises(SlowReader):
+            await inbox.get(1)
+
+
+async def test_the_one_too_many_is_told_once():
+    inbox = Inbox(max_bytes=200)
+    told = [inbox.put(text("x" * 50, number)) for number in range(10)]
+    assert told.count(False) == 1 and told[0]
+    with pytest.raises(SlowReader):
+        await inbox.get(1)

@@ -9,15 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 from front_harness import Daemon, Wire, set_options, text
 
-from tierd.daemon import lifecycle, service
+from tierd.daemon import keys, lifecycle, service
 from tierd.daemon.config import Settings
-from tierd.daemon.errors import BadConfig, Conflict
+from tierd.daemon.errors import BadConfig, Conflict, PermissionDenied
 from tierd.daemon.lifecycle import serve
 from tierd.daemon.protocol import TERMINAL
 
@@ -253,5 +254,70 @@ def test_systemd_is_told(daemon, fake_models, tmp_path, monkeypatch):
         assert b"READY=1" in listener.recv(4096)
         one.wait()
         one.signal(signal.SIGTERM)
-        assert b"STOPPING=1" in listener.recv(4096)
+        while not (said := listener.recv(4096)).startswith(b"STOPPING=1"):
+            assert said.startswith(b"WATCHDOG=1")
         assert one.process.wait(STOP_S) == 0
+
+
+def test_systemd_hears_a_daemon_that_lives_and_not_one_that_hangs(daemon, tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "300000")
+        one = daemon()
+        assert b"READY=1" in listener.recv(4096)
+        for _ in range(3):
+            assert listener.recv(4096).startswith(b"WATCHDOG=1")
+        one.signal(signal.SIGSTOP)
+        listener.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            for _ in range(10):  # what was sent before it stood still
+                listener.recv(4096)
+        one.signal(signal.SIGCONT)
+        listener.settimeout(10)
+        assert listener.recv(4096).startswith(b"WATCHDOG=1")
+
+
+def test_an_address_that_others_reach_opens_with_a_key_of_the_file(daemon, tmp_path):
+    _, text = keys.add(tmp_path / "keys.json", "a")
+    one = daemon(listen="0.0.0.0:0")
+    one.wait()
+    port = http_url(one).rpartition(":")[2]
+    for key, status in ((text, 200), ("wrong", 401)):
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"x-api-key": key})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                assert answer.status == status
+        except urllib.error.HTTPError as exc:
+            with exc:
+                assert exc.code == status
+    keys.remove(tmp_path / "keys.json", "a")  # the last one: such an address stays closed
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models")
+    refused.value.close()
+
+
+def test_a_file_without_keys_opens_no_address(fake_models, tmp_path):
+    for content, error in (('{"keys": []}', BadConfig), ("{", PermissionDenied)):
+        (tmp_path / "k").write_text(content)
+        (tmp_path / "k").chmod(0o600)
+        settings = Settings(
+            fake_models, tmp_path / "c", tmp_path / "run" / "s.sock", listen="0.0.0.0:0", keys_file=tmp_path / "k"
+        )
+        with pytest.raises(error):
+            serve(settings)
+
+
+def test_no_port_is_open_that_nobody_asked_for(daemon):
+    one = daemon(listen="127.0.0.1:0")
+    one.wait()
+    port = int(http_url(one).rpartition(":")[2])
+    inodes = {os.readlink(entry) for entry in Path(f"/proc/{one.process.pid}/fd").iterdir() if entry.is_symlink()}
+    listening = set()
+    for family in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{one.process.pid}/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in inodes and (fields[3] == "0A" or family.startswith("udp")):
+                listening.add((family, int(fields[1].rpartition(":")[2], 16)))
+    assert listening == {("tcp", port)}

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.limits import check_submit
-from tierd.daemon.protocol import Message, Sampling, Submit
+from tierd.daemon.protocol import Format, Keep, Message, Sampling, Submit, Tool, ToolCall
 
 CONTEXT = 4096
+
+
+HI = (Message("user", "hi"),)
+CALLED = Message("assistant", "", tool_calls=(ToolCall("c", "look", "{}"),))
+
+
+BIG = {"enum": list(range(16000))}
+
+
+def called(call_id, name):
+    return (Message("assistant", "", tool_calls=(ToolCall(call_id, name, ""),)),)
+
+
+def deep(levels):
+    """A schema of so many levels."""
+    schema = {}
+    for _ in range(levels - 1):
+        schema = {"a": schema}
+    return schema
+
+
+def text(**schema):
+    return json.dumps(schema)
 
 
 def check(**fields):
@@ -30,7 +54,19 @@ def check(**fields):
         {"frequency_penalty": 2.0}, {"seed": -1}, {"seed": (1 << 63) - 1}, {"stop": ("x" * 256,) * 16},
         {"max_tokens": 1}, {"max_tokens": CONTEXT}, {"logit_bias": dict.fromkeys(range(1024), -100.0)},
         {"messages": (Message("system", ""), Message("user", "hi"))}, {"tokens": (0, 5)}, {"ctx": 16}, {"ctx": CONTEXT},
-        {"priority": 100},
+        {"priority": 100}, {"n": 1}, {"n": 64}, {"n": 3, "best_of": 3}, {"best_of": 64}, {"beam_width": 32, "n": 32},
+        {"logprobs": 0}, {"logprobs": 20}, {"salt": "x" * 256}, {"salt": "\0/../é"}, {"prompt": "x", "suffix": ""},
+        {"messages": HI, "keep": (Keep(0, 0.0), Keep(1, 86400.0), Keep(1, 1.0), Keep(1, 300.0))},
+        {"messages": HI, "tools": tuple(Tool(f"f{n}") for n in range(128)), "tool_choice": "function:f127"},
+        {"messages": HI, "tools": (Tool("A-z_0" + "x" * 59),), "tool_choice": "required"},
+        {"messages": HI, "tools": (Tool("f", parameters=deep(48)),)}, {"messages": HI, "tool_choice": "none"},
+        {"messages": HI, "tools": (Tool("f", parameters={"enum": list(range(16382))}),)},
+        {"messages": (CALLED, Message("tool", "x", tool_call_id="c", name="look"))},
+        {"messages": (CALLED, CALLED, Message("tool", "x"))},
+        {"messages": (Message("assistant", "x", thinking="hm"),)},
+        {"format": Format("json_object")}, {"format": Format("json_schema", text(type="object"))},
+        {"format": Format("json_schema", json.dumps(deep(48)))}, {"format": Format("regex", "x" * 8192)},
+        {"format": Format("grammar", "x" * 65536)},
     ],
 )  # fmt: skip
 def test_within(fields):
@@ -54,7 +90,49 @@ def test_within(fields):
         ({"messages": (Message("user", "a"), Message("boss", "b"))}, "messages[1].role"),
         ({"messages": (Message("user", "a"),) * 16385}, "messages"), ({"ctx": 15}, "ctx"),
         ({"ctx": CONTEXT + 1}, "ctx"),
-        ({"priority": 101}, "priority"),
+        ({"priority": 101}, "priority"), ({"n": 0}, "n"), ({"n": 65}, "n"), ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 0}, "best_of"), ({"best_of": 65}, "best_of"), ({"beam_width": -1}, "beam_width"),
+        ({"beam_width": 33}, "beam_width"), ({"beam_width": 2, "n": 3}, "n"),
+        ({"beam_width": 2, "best_of": 2}, "best_of"),
+        ({"logprobs": -1}, "logprobs"), ({"logprobs": 21}, "logprobs"), ({"salt": "x" * 257}, "salt"),
+        ({"messages": HI, "suffix": "x"}, "suffix"), ({"tokens": (1,), "suffix": "x"}, "suffix"),
+        ({"messages": HI, "keep": (Keep(2, 1.0),)}, "keep"), ({"messages": HI, "keep": (Keep(-1, 1.0),)}, "keep"),
+        ({"messages": HI, "keep": (Keep(1, 86401.0),)}, "keep.ttl_s"),
+        ({"messages": HI, "keep": (Keep(1, math.nan),)}, "keep.ttl_s"),
+        ({"messages": HI, "keep": (Keep(1, 1.0),) * 5}, "keep"), ({"keep": (Keep(0, 1.0),)}, "keep"),
+        ({"messages": HI, "tools": tuple(Tool(f"f{n}") for n in range(129))}, "tools"),
+        ({"tools": (Tool("f"),)}, "tools"),
+        ({"messages": HI, "tools": (Tool("f"), Tool("f"))}, "tools"),
+        ({"messages": HI, "tools": (Tool(""),)}, "tools[0].name"),
+        ({"messages": HI, "tools": (Tool("x" * 65),)}, "tools[0].name"),
+        ({"messages": HI, "tools": (Tool("a b"),)}, "tools[0].name"),
+        ({"messages": HI, "tools": (Tool("a\n"),)}, "tools[0].name"),
+        ({"messages": HI, "tools": (Tool("f", parameters=deep(49)),)}, "tools[0].parameters"),
+        ({"messages": HI, "tools": (Tool("f", parameters={"enum": list(range(16383))}),)}, "tools[0].parameters"),
+        ({"messages": HI, "tools": tuple(Tool(f"f{n}", parameters=BIG) for n in range(5))}, "tools"),
+        ({"messages": HI, "tools": (Tool("f"),), "tool_choice": "function:g"}, "tool_choice"),
+        ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HI, "tool_choice": "any"}, "tool_choice"),
+        ({"messages": (Message("tool", "x", tool_call_id="c"), CALLED)}, "messages[0].tool_call_id"),
+        ({"messages": (Message("user", "x", tool_calls=CALLED.tool_calls),)}, "messages[0]"),
+        ({"messages": (Message("user", "x", thinking="hm"),)}, "messages[0]"),
+        ({"messages": (Message("user", "x", tool_call_id="c"),)}, "messages[0]"),
+        ({"messages": (Message("user", "x", name="bob"),)}, "messages[0]"),
+        ({"messages": (Message("tool", "x", name="a b"),)}, "messages[0].name"),
+        ({"messages": (Message("assistant", "", tool_calls=CALLED.tool_calls * 2),)}, "messages[0].tool_calls"),
+        ({"messages": (Message("assistant", "", tool_calls=tuple(ToolCall(str(n), "f", "") for n in range(129))),)},
+         "messages[0].tool_calls"),
+        ({"messages": called("", "f")}, "messages[0].tool_calls[0].id"),
+        ({"messages": called("c", "a b")}, "messages[0].tool_calls[0].name"),
+        ({"format": Format("json_object", "x")}, "format.source"),
+        ({"format": Format("json_schema", "")}, "format.source"),
+        ({"format": Format("json_schema", "[1]")}, "format.source"),
+        ({"format": Format("json_schema", "{")}, "format.source"),
+        ({"format": Format("json_schema", json.dumps(deep(49)))}, "format.source"),
+        ({"format": Format("json_schema", "[" * 100_000)}, "format.source"),
+        ({"format": Format("json_schema", " " * (256 << 10) + "{}")}, "format.source"),
+        ({"format": Format("regex", "")}, "format.source"), ({"format": Format("regex", "x" * 8193)}, "format.source"),
+        ({"format": Format("grammar", "x" * 65537)}, "format.source"),
     ],
 )  # fmt: skip
 def test_beyond(fields, param):

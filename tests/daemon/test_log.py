@@ -93,15 +93,15 @@ def test_a_second_set_up_replaces_the_first(tmp_path: Path) -> None:
     assert first.getvalue() == "" and second.getvalue().count("\n") == 1
 
 
-def test_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "MAX_FILE_BYTES", 500)
+def test_rotation(tmp_path: Path) -> None:
     file = tmp_path / "tierd.log"
-    logger = log.set_up("info", "json", file, io.StringIO())
+    logger = log.set_up("info", "json", file, io.StringIO(), max_bytes=500, kept_files=3)
     for number in range(100):
         logger.info("line %d", number)
     kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == ["tierd.log", "tierd.log.1", "tierd.log.2", "tierd.log.3", "tierd.log.4"]
+    assert kept == ["tierd.log", "tierd.log.1", "tierd.log.2", "tierd.log.3"]
     assert all(path.stat().st_size <= 500 for path in tmp_path.iterdir())
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

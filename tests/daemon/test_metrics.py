@@ -2,32 +2,120 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from tierd.daemon.metrics import Metrics
+from tierd.daemon.metrics import TIERS, Histogram, Metrics
+
+DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana.json"
+LINK = {"total_bytes": 7, "active_s": 0.5, "waited_s": 0.25, "errors": 0, "queued": 2, "count": 3, "bytes_per_s": 1.0}
+ENGINE = {
+    "model": 'we"ird\\\n', "state": "ready", "steps": 5, "running": 1, "waiting": 2, "preemptions": 0,
+    "prefill_tokens_per_s": 1.5, "decode_tokens_per_s": 2.5,
+    "tiers": {"nvme": {"used_pages": 4, "used_bytes": 8, "state": "on", "ok": True}, "x": 5},
+    "links": {"disk_read": LINK, "odd": 3},
+    "writes": {"written_bytes": 10, "skipped_pages": 1, "refused_pages": 0, "today_bytes": 9, "daily_bytes": 100},
+    "store": {"lost_pages": 0, "failure": ""},
+    "streaming": {"read_bytes": 3, "waited_s": 0.1, "ring_bytes": 4, "lost_steps": 0},
+}  # fmt: skip
+TIMINGS = {"queue_ms": 30.0, "restore_ms": 400.0, "hit_device": 16, "hit_host": 0, "hit_nvme": 200}
 
 
-def test_the_text_is_what_prometheus_reads():
+def families(metrics: Metrics, *engines):
+    return {family.name: family for family in text_string_to_metric_families(metrics.render(2, engines, 12.5))}
+
+
+def busy() -> Metrics:
     metrics = Metrics()
     usage = {"prompt_tokens": 5, "cached_tokens": 3, "completion_tokens": 7}
-    metrics.ended("http", "done", usage, deaths=1, ttft_s=0.03)
+    metrics.ended("http", "done", usage, deaths=1, ttft_s=0.03, timings=TIMINGS)
     metrics.ended("unix", "failed", {}, deaths=0, ttft_s=None)
     metrics.ended("unix", "done", {}, deaths=0, ttft_s=1000.0)
     metrics.engine_deaths.update(["a"])
-    tiers = {"nvme": {"used_pages": 4, "state": "on", "ok": True}, "x": 5}
-    engines = [{"model": 'we"ird\\\n', "state": "ready", "tiers": tiers}]
-    text = metrics.render(2, engines, 12.5)
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert {f"{f.name}" for f in families.values()} >= {"tierd_requests", "tierd_tier", "tierd_live_requests"}
-    requests = {tuple(s.labels.values()): s.value for s in families["tierd_requests"].samples}
+    return metrics
+
+
+def values(family, suffix: str, label: str = "le"):
+    return {s.labels.get(label): s.value for s in family.samples if s.name.endswith(suffix)}
+
+
+def test_the_text_is_what_prometheus_reads():
+    found = families(busy(), ENGINE)
+    requests = {tuple(s.labels.values()): s.value for s in found["tierd_requests"].samples}
     assert requests == {("http", "done"): 1, ("unix", "failed"): 1, ("unix", "done"): 1}
-    (tier,) = families["tierd_tier"].samples
-    assert tier.labels == {"model": 'we"ird\\\n', "tier": "nvme", "state": "used_pages"} and tier.value == 4
-    ttft = {s.labels.get("le", s.name): s.value for s in families["tierd_time_to_first_token_seconds"].samples}
+    tier = {s.labels["state"]: s for s in found["tierd_tier"].samples}
+    assert set(tier) == {"used_pages", "used_bytes"}  # numbers alone
+    assert tier["used_pages"].labels == {"model": 'we"ird\\\n', "tier": "nvme", "state": "used_pages"}
+    assert tier["used_pages"].value == 4
+    ttft = values(found["tierd_time_to_first_token_seconds"], "_bucket")
     assert ttft["0.025"] == 0 and ttft["0.05"] == 1 and ttft["300"] == 1 and ttft["+Inf"] == 2
-    assert families["tierd_resumed_requests"].samples[0].value == 1
-    assert families["tierd_completion_tokens"].samples[0].value == 7
+    assert found["tierd_resumed_requests"].samples[0].value == 1
+    assert found["tierd_completion_tokens"].samples[0].value == 7
+
+
+def test_histograms_of_queue_hits_and_restores():
+    found = families(busy())
+    queue = values(found["tierd_queue_seconds"], "_bucket")
+    assert queue["0.025"] == 0 and queue["0.05"] == 1
+    restore = found["tierd_restore_seconds"]
+    assert values(restore, "_bucket")["0.25"] == 0 and values(restore, "_bucket")["0.5"] == 1
+    assert values(restore, "_sum") == {None: 0.4}
+    hits = found["tierd_request_hit_tokens"]
+    assert values(hits, "_sum", "tier") == {"device": 16, "host": 0, "nvme": 200}
+    assert values(hits, "_count", "tier") == dict.fromkeys(TIERS, 1)
+    assert values(found["tierd_hit_tokens"], "_total", "tier") == {"device": 16, "host": 0, "nvme": 200}
+
+
+def test_a_request_that_restored_nothing_is_no_restore():
+    metrics = Metrics()
+    metrics.ended("http", "done", {}, deaths=0, ttft_s=0.1, timings={**TIMINGS, "restore_ms": 0.0})
+    assert values(families(metrics)["tierd_restore_seconds"], "_count") == {None: 0}
+
+
+def test_links_writes_and_streaming_of_each_engine():
+    found = families(Metrics(), ENGINE, {"model": "new", "state": "starting"})
+    assert [(s.labels["link"], s.value) for s in found["tierd_link_bytes"].samples] == [("disk_read", 7)]
+    assert found["tierd_store_written_bytes"].samples[0].value == 10
+    assert found["tierd_streamed_bytes"].samples[0].value == 3
+    assert {s.labels["model"]: s.value for s in found["tierd_engine_up"].samples} == {ENGINE["model"]: 1, "new": 0}
+
+
+def test_what_is_not_finite_is_not_counted():
+    histogram = Histogram((1.0,))
+    for value in (float("nan"), float("inf"), -float("inf"), 0.5, 2.0):
+        histogram.add(value)
+    assert histogram.counts == [1, 1] and histogram.total == 2.5
+
+
+def test_labels_do_not_grow_with_what_comes_in():
+    metrics = busy()
+    before = len(metrics.render(0, [ENGINE], 0.0).splitlines())
+    for number in range(1000):
+        timings = {**TIMINGS, f"odd_{number}": 1.0, "hit_device": number}
+        metrics.ended("http", "done", {f"x{number}": 1}, deaths=0, ttft_s=float(number), timings=timings)
+    assert len(metrics.render(0, [ENGINE], 0.0).splitlines()) == before
 
 
 def test_it_is_empty_at_first():
     list(text_string_to_metric_families(Metrics().render(0, [], 0.0)))
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    there = {s.name for family in families(busy(), ENGINE).values() for s in family.samples}
+    board = json.loads(DASHBOARD.read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"\btierd_[a-z0-9_]+", target["expr"])
+    }
+    assert asked and asked <= there
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids)) and board["title"] == "tierd" and board["schemaVersion"] >= 36
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24 and panel["title"] and panel["targets"]
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])

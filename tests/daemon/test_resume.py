@@ -62,3 +62,14 @@ def test_a_refusal_after_accepted_is_a_failure():
     one.take(Event(1, "accepted", {}), 1.0)
     failed = one.take(refusal, 1.0)
     assert failed is not None and failed.ev == "failed" and failed.data == refusal.data
+
+
+def test_the_log_probability_of_an_answer_counts_what_dead_engines_said():
+    one = live()
+    one.send(10.5)
+    said = Event(1, "text", {"text": "a", "tokens": [1, 2], "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]})
+    one.take(said, 11.0)
+    one.lost()
+    one.take(Event(1, "text", {"text": "b", "tokens": [3], "logprobs": [{"logprob": -1.0}]}), 12.0)
+    done = one.take(Event(1, "done", {"usage": {}, "timings": {}, "logprob_sum": -1.125}), 13.0)
+    assert done is not None and done.data["logprob_sum"] == -1.875

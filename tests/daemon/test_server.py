@@ -14,7 +14,7 @@ from front_harness import Wire, set_options, text, until
 
 from tierd.daemon import server as server_module
 from tierd.daemon.errors import AlreadyRunning
-from tierd.daemon.protocol import MAX_FRAME_BYTES, FrameDecoder, to_event
+from tierd.daemon.protocol import MAX_FRAME_BYTES, FrameDecoder, Submit, to_event
 from tierd.daemon.server import Server
 
 OPS_WITHOUT_MODEL = ["hello", "models", "status", "ps"]
@@ -246,7 +246,8 @@ async def test_too_many_requests_on_a_connection_and_in_the_queue(front, monkeyp
 
 async def test_the_queue_has_a_bound(front):
     bound = front.settings.max_queue + front.settings.max_streams
-    front.service._live.update(dict.fromkeys(range(-bound, 0)))  # stand-ins: only their number counts
+    one = front.service.submit(Submit("alpha", prompt="x"))
+    front.service._live.update(dict.fromkeys(range(-bound, 0), one))  # stand-ins: only their number counts
     wire = await front.connect()
     wire.generate(1, "one too many")
     (event,) = await wire.until_end(1)

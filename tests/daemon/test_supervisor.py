@@ -194,3 +194,17 @@ async def test_an_engine_that_hangs_at_its_start_is_killed(front, monkeypatch):
     wire.generate(1, "x")
     (end,) = await wire.until_end(1)
     assert end.ev == "failed" and "3 times" in end.data["message"]
+
+
+async def test_one_engine_may_be_kept_for_longer_or_shorter_than_the_others(fake_models, tmp_path):
+    async with running(make_settings(tmp_path, keep_alive_s=None)) as front:
+        await front.service.load("alpha")
+        front.service.keep_loaded("alpha", 100.0)
+        assert 90 < front.supervisor.expires_in_s(front.engine()) <= 100
+        front.service.keep_loaded("alpha", None)
+        assert front.supervisor.expires_in_s(front.engine()) is None
+        front.service.keep_loaded("alpha", 0.0)
+        await until(lambda: not front.supervisor.engines)
+        await front.service.load("alpha")  # the next engine is kept as the settings say
+        assert front.supervisor.expires_in_s(front.engine()) is None
+        front.service.keep_loaded("beta", 0.0)  # nothing of it is loaded: nothing to keep

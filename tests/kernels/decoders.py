@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
 from tierd.kernels.layout import PageLayout
-from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
+from tierd.kernels.packing import ROUNDED_FORMATS, KQuants, PackedMatrix, WeightFormat, pack, pack_k
 
 CONTEXT = 160
 
@@ -38,7 +38,22 @@ class TinyModel:
         return np.full((slots, self.layout.record_bytes), fill, np.uint8)
 
 
+def random_k_quants(rng: np.random.Generator, format: WeightFormat, rows: int, cols: int) -> KQuants:
+    """Weights of about 1 / sqrt(cols), every integer and count within its range."""
+    bits = {WeightFormat.INT4_K: 4, WeightFormat.INT5_K: 5, WeightFormat.INT8_K: 8}[format]
+    parts, signed = (16, True) if format is WeightFormat.INT8_K else (8, False)
+    q = rng.integers(-(1 << bits - 1) if signed else 0, 1 << (bits - 1 if signed else bits), (rows, cols))
+    counts = rng.integers(-128 if signed else 0, 128 if signed else 64, (rows, cols // 256 * parts))
+    size = rng.uniform(0.5, 1, (rows, cols // 256)) / np.sqrt(cols)
+    return KQuants(
+        q.astype(np.int8 if signed else np.uint8), (size / np.abs(counts).max() / (1 << bits - 1)).astype(np.float16),
+        counts.astype(np.int8), (-size / 63).astype(np.float16), rng.integers(0, 64, counts.shape).astype(np.uint8),
+    )  # fmt: skip
+
+
 def random_matrix(rng: np.random.Generator, format: WeightFormat, rows: int, cols: int) -> PackedMatrix:
+    if format not in ROUNDED_FORMATS:
+        return PackedMatrix(format, rows, cols, pack_k(format, random_k_quants(rng, format, rows, cols)))
     w = (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
     return PackedMatrix(format, rows, cols, pack(format, w))
 

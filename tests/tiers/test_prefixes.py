@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -190,13 +191,22 @@ def test_pins_outlive_a_restart(tmp_path: Path) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b'["zz"]', b"[1]", b'["abcd"]'])
+@pytest.mark.parametrize("content", [b"", b"{}", b'["zz"]', b"[1]", b'["abcd"]', b'{"pinned": [], "until_s": 3}'])
 def test_a_damaged_file_pins_nothing(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "pinned.json"
     file.write_bytes(content)
     rig = served()
     prefixes = Prefixes(rig.pager, file)
     assert not any(info.pinned for info in prefixes.listing(9)[0])
+    rig.close()
+
+
+def test_a_file_from_before_pins_could_end_still_pins(tmp_path: Path) -> None:
+    file = tmp_path / "pinned.json"
+    rig = served()
+    key = by_tokens(Prefixes(rig.pager, None))[16].id
+    file.write_text(json.dumps([key]))
+    assert by_tokens(Prefixes(rig.pager, file))[16].pinned
     rig.close()
 
 
@@ -208,5 +218,5 @@ def test_pins_of_what_was_cleared_are_forgotten(tmp_path: Path) -> None:
     rig.pager.clear()
     rig.serve(OTHER)
     prefixes.pin(by_tokens(prefixes)[4].id)
-    assert file.read_text().count('"') == 2
+    assert len(json.loads(file.read_text())["pinned"]) == 1
     rig.close()

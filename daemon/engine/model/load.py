@@ -6,6 +6,7 @@ a private page and never the file. Its pages come from the page cache when a ker
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from tierd.kernels.cpu.step import DecoderShape, LayerWeights
 from tierd.kernels.packing import PackedMatrix, WeightFormat, packed_bytes
 
 Vector = npt.NDArray[np.float32]
-_HINT = "remove the model and pull it again"
+HINT = "remove the model and pull it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,45 +35,56 @@ class Weights:
     head: PackedMatrix
 
 
-class _Records:
-    """Tensors of a mapped file by record and name, each checked against the shape the spec asks for."""
+class RecordView:
+    """The tensors of one record by name, each checked against the shape the spec asks for. `data`: all its bytes."""
 
-    def __init__(self, data: npt.NDArray[np.uint8], records: tuple[RecordEntry, ...]) -> None:
+    def __init__(self, record: RecordEntry, data: npt.NDArray[np.uint8]) -> None:
+        self._record = record
         self._data = data
-        self._records = {record.name: {tensor.name: tensor for tensor in record.tensors} for record in records}
+        self._tensors = {tensor.name: tensor for tensor in record.tensors}
 
-    def matrix(self, record: str, name: str, rows: int, cols: int) -> PackedMatrix:
-        entry = self._entry(record, name, rows, cols)
-        try:
-            kind = WeightFormat(entry.format)
-            wanted = packed_bytes(kind, rows, cols)
-        except ValueError as exc:
-            raise ModelInvalid(f"{record}/{name}: {exc}", hint=_HINT) from None
-        if entry.bytes != wanted:
-            raise ModelInvalid(f"{record}/{name} has {entry.bytes} bytes, {kind} takes {wanted}", hint=_HINT)
+    def matrix(self, name: str, rows: int, cols: int) -> PackedMatrix:
+        """A matrix. Raises ModelInvalid when it is not there, or another one."""
+        entry = self._entry(name, rows, cols)
+        kind = checked_format(self._record.name, entry)
         return PackedMatrix(kind, rows, cols, self._bytes(entry))
 
-    def vector(self, record: str, name: str, length: int) -> Vector:
-        entry = self._entry(record, name, 1, length)
+    def vector(self, name: str, length: int) -> Vector:
+        """A vector. Raises ModelInvalid when it is not there, or another one."""
+        entry = self._entry(name, 1, length)
         if entry.format != WeightFormat.FP32 or entry.bytes != 4 * length:
-            raise ModelInvalid(f"{record}/{name} is no plain vector of {length} floats", hint=_HINT)
+            raise ModelInvalid(f"{self._record.name}/{name} is no plain vector of {length} floats", hint=HINT)
         return self._bytes(entry).view(np.float32)
 
-    def vector_if(self, wanted: bool, record: str, name: str, length: int) -> Vector | None:
-        return self.vector(record, name, length) if wanted else None
+    def vector_if(self, wanted: bool, name: str, length: int) -> Vector | None:
+        """A vector of models that have it."""
+        return self.vector(name, length) if wanted else None
 
-    def _entry(self, record: str, name: str, rows: int, cols: int) -> TensorEntry:
-        entry = self._records.get(record, {}).get(name)
+    def _entry(self, name: str, rows: int, cols: int) -> TensorEntry:
+        entry = self._tensors.get(name)
         if entry is None:
-            raise ModelInvalid(f"the model has no {record}/{name}", hint=_HINT)
+            raise ModelInvalid(f"the model has no {self._record.name}/{name}", hint=HINT)
         if (entry.rows, entry.cols) != (rows, cols):
             raise ModelInvalid(
-                f"{record}/{name} is {entry.rows} x {entry.cols}, the model needs {rows} x {cols}", hint=_HINT
+                f"{self._record.name}/{name} is {entry.rows} x {entry.cols}, the model needs {rows} x {cols}", hint=HINT
             )
         return entry
 
     def _bytes(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
-        return self._data[entry.offset : entry.offset + entry.bytes]
+        first = entry.offset - self._record.offset
+        return self._data[first : first + entry.bytes]
+
+
+def checked_format(record: str, entry: TensorEntry) -> WeightFormat:
+    """The format of a matrix. Raises ModelInvalid for an unknown one, or another number of bytes than it takes."""
+    try:
+        kind = WeightFormat(entry.format)
+        wanted = packed_bytes(kind, entry.rows, entry.cols)
+    except ValueError as exc:
+        raise ModelInvalid(f"{record}/{entry.name}: {exc}", hint=HINT) from None
+    if entry.bytes != wanted:
+        raise ModelInvalid(f"{record}/{entry.name} has {entry.bytes} bytes, {kind} takes {wanted}", hint=HINT)
+    return kind
 
 
 def shape_of(spec: ModelSpec) -> DecoderShape:
@@ -91,47 +103,71 @@ def shape_of(spec: ModelSpec) -> DecoderShape:
     )
 
 
+def map_file(directory: Path, manifest: Manifest) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+    """The weight file of a prepared model, mapped, and all its bytes. Raises ModelInvalid for a wrong size."""
+    path = directory / WEIGHTS
+    try:
+        with path.open("rb") as file:
+            # Without a reserve: a file larger than the memory may be mapped as well, parts of it are never touched.
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.11 lacks the name
+            mapped = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as exc:
+        raise ModelInvalid(f"{WEIGHTS} can't be mapped: {exc}", hint=HINT) from None
+    data = np.frombuffer(mapped, np.uint8)
+    if data.size != manifest.bytes:
+        raise ModelInvalid(f"{WEIGHTS} has {data.size} bytes, the manifest says {manifest.bytes}", hint=HINT)
+    return mapped, data
+
+
 def load_weights(directory: Path, manifest: Manifest, progress: Callable[[int, int], None]) -> Weights:
-    """Map the weights of a prepared model.
+    """Map the weights of a prepared model, all of them.
 
     `progress` is called with (records done, records). Raises ModelInvalid when the file, the manifest and the spec do
     not agree.
     """
-    path = directory / WEIGHTS
-    try:
-        data = np.memmap(path, dtype=np.uint8, mode="c")
-    except (OSError, ValueError) as exc:
-        raise ModelInvalid(f"{WEIGHTS} can't be mapped: {exc}", hint=_HINT) from None
-    if data.size != manifest.bytes:
-        raise ModelInvalid(f"{WEIGHTS} has {data.size} bytes, the manifest says {manifest.bytes}", hint=_HINT)
-    spec, records = manifest.spec, _Records(data.view(np.ndarray), manifest.records)
+    _, data = map_file(directory, manifest)
+    spec = manifest.spec
+    entries = {record.name: record for record in manifest.records}
+
+    def view(name: str) -> RecordView:
+        record = record_named(entries, name)
+        return RecordView(record, data[record.offset : record.offset + record.bytes])
+
     total = spec.num_layers + 2
-    embed = records.matrix("embed", "embed", spec.vocab, spec.hidden)
+    embed = view("embed").matrix("embed", spec.vocab, spec.hidden)
     progress(1, total)
     layers = []
     for number in range(spec.num_layers):
-        layers.append(_layer(records, f"layer.{number}", spec))
+        layers.append(layer_of(view(f"layer.{number}"), spec))
         progress(number + 2, total)
-    head = embed if spec.tied else records.matrix("head", "head", spec.vocab, spec.hidden)
-    final_norm = records.vector("final", "final_norm", spec.hidden)
+    head = embed if spec.tied else view("head").matrix("head", spec.vocab, spec.hidden)
+    final_norm = view("final").vector("final_norm", spec.hidden)
     progress(total, total)
     return Weights(shape_of(spec), layers, embed, final_norm, head)
 
 
-def _layer(records: _Records, name: str, spec: ModelSpec) -> LayerWeights:
+def record_named(entries: dict[str, RecordEntry], name: str) -> RecordEntry:
+    """A record by its name. Raises ModelInvalid for one that the model does not have."""
+    if name not in entries:
+        raise ModelInvalid(f"the model has no record {name}", hint=HINT)
+    return entries[name]
+
+
+def layer_of(view: RecordView, spec: ModelSpec) -> LayerWeights:
+    """The weights of a layer in its record. Raises ModelInvalid when they do not agree with the spec."""
     query = spec.heads * spec.head_dim
     fused = query + 2 * spec.kv_heads * spec.head_dim
     return LayerWeights(
-        attn_norm=records.vector(name, "attn_norm", spec.hidden),
-        qkv=records.matrix(name, "qkv", fused, spec.hidden),
-        qkv_bias=records.vector_if(spec.qkv_bias, name, "qkv_bias", fused),
-        q_norm=records.vector_if(spec.qk_norm, name, "q_norm", spec.head_dim),
-        k_norm=records.vector_if(spec.qk_norm, name, "k_norm", spec.head_dim),
-        o=records.matrix(name, "o", spec.hidden, query),
-        o_bias=records.vector_if(spec.o_bias, name, "o_bias", spec.hidden),
-        mlp_norm=records.vector(name, "mlp_norm", spec.hidden),
-        gate_up=records.matrix(name, "gate_up", 2 * spec.intermediate, spec.hidden),
-        gate_up_bias=records.vector_if(spec.mlp_bias, name, "gate_up_bias", 2 * spec.intermediate),
-        down=records.matrix(name, "down", spec.hidden, spec.intermediate),
-        down_bias=records.vector_if(spec.mlp_bias, name, "down_bias", spec.hidden),
+        attn_norm=view.vector("attn_norm", spec.hidden),
+        qkv=view.matrix("qkv", fused, spec.hidden),
+        qkv_bias=view.vector_if(spec.qkv_bias, "qkv_bias", fused),
+        q_norm=view.vector_if(spec.qk_norm, "q_norm", spec.head_dim),
+        k_norm=view.vector_if(spec.qk_norm, "k_norm", spec.head_dim),
+        o=view.matrix("o", spec.hidden, query),
+        o_bias=view.vector_if(spec.o_bias, "o_bias", spec.hidden),
+        mlp_norm=view.vector("mlp_norm", spec.hidden),
+        gate_up=view.matrix("gate_up", 2 * spec.intermediate, spec.hidden),
+        gate_up_bias=view.vector_if(spec.mlp_bias, "gate_up_bias", 2 * spec.intermediate),
+        down=view.matrix("down", spec.hidden, spec.intermediate),
+        down_bias=view.vector_if(spec.mlp_bias, "down_bias", spec.hidden),
     )

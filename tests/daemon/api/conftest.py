@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from front_harness import Front, make_settings, running
+from sdk_daemon import Served, served
 
 from tierd.daemon.api import web
 
@@ -19,7 +20,7 @@ from tierd.daemon.api import web
 class Http:
     """A client of it."""
 
-    def __init__(self, front: Front, port: int, session: aiohttp.ClientSession) -> None:
+    def __init__(self, front: Front | None, port: int, session: aiohttp.ClientSession) -> None:
         self.front, self.port, self.session = front, port, session
         self.url = f"http://127.0.0.1:{port}"
 
@@ -32,6 +33,7 @@ class Http:
             return response.status, json.loads(await response.read()), response.headers
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any, Any]:
+        headers = {key.replace("_", "-"): value for key, value in headers.items()}
         async with self.session.get(self.url + path, headers=headers) as response:
             raw = await response.read()
             is_json = response.content_type == "application/json"
@@ -79,6 +81,19 @@ async def serve_http(front: Front) -> Any:
 async def http(fake_models: Path, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Http]:
     async with running(make_settings(tmp_path, **getattr(request, "param", {}))) as front:
         runner, port = await serve_http(front)
+        front.app = runner.app
         async with aiohttp.ClientSession() as session:
             yield Http(front, port, session)
         await runner.cleanup()
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from served(tmp_path_factory.mktemp("daemon"))
+
+
+@pytest.fixture
+async def shared(shared_daemon: Served) -> AsyncIterator[Http]:
+    """A client of one daemon for all tests of a module that need nothing of their own: it has no `front`."""
+    async with aiohttp.ClientSession() as session:
+        yield Http(None, int(shared_daemon.url.rpartition(":")[2]), session)

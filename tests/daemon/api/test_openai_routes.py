@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 from fake_engine import whole_text
 from front_harness import set_options, until
 
-from tierd.daemon.api import openai_routes
+from tierd.daemon.api import sse
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
@@ -28,7 +29,8 @@ async def test_a_plain_answer(http):
     choice = body["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": whole_text(PROMPT, 12), "refusal": None}
     assert choice["finish_reason"] == "length" and body["object"] == "chat.completion"
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    details = body["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 2, "cache_write_tokens": max(0, body["usage"]["prompt_tokens"] - 2)}
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 12
     assert body["timings"]["recomputed"] == 3 and body["model"] == "alpha"
 
@@ -140,8 +142,8 @@ async def test_draining(http):
 
 
 async def test_pings_while_a_stream_waits(http, monkeypatch):
-    monkeypatch.setattr(openai_routes, "HEADERS_AFTER_S", 0.1)
-    monkeypatch.setattr(openai_routes, "PING_S", 0.1)
+    monkeypatch.setattr(sse, "HEADERS_AFTER_S", 0.1)
+    monkeypatch.setattr(sse, "PING_S", 0.1)
     set_options(http.front.settings.models_dir / "alpha", start_s=0.6, token_s=0.15)
     events = await http.stream(CHAT, BODY | {"max_tokens": 3})
     assert events.count(": ping") >= 3
@@ -149,7 +151,7 @@ async def test_pings_while_a_stream_waits(http, monkeypatch):
 
 
 async def test_a_refusal_after_the_headers_is_an_event(http, monkeypatch):
-    monkeypatch.setattr(openai_routes, "HEADERS_AFTER_S", 0.05)
+    monkeypatch.setattr(sse, "HEADERS_AFTER_S", 0.05)
     set_options(http.front.settings.models_dir / "alpha", start_s=0.4)
     events = await http.stream(CHAT, BODY | {"messages": [{"role": "user", "content": "!refuse"}]})
     assert events[-1]["error"]["code"] == "context_length_exceeded"
@@ -167,7 +169,7 @@ async def test_a_client_that_is_gone_stops_its_generation(http, stream):
 
 
 async def test_a_reader_that_stands_still_is_cut(http, monkeypatch):
-    monkeypatch.setattr(openai_routes, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(sse, "WRITE_TIMEOUT_S", 0.3)
     set_options(http.front.settings.models_dir / "alpha", token_s=0.002)
     body = BODY | {"messages": [{"role": "user", "content": "!big=8000"}], "max_tokens": 4000, "stream": True}
     response = await http.session.post(http.url + CHAT, json=body)
@@ -192,3 +194,95 @@ async def test_metrics_count(http):
                  'tierd_tier{model="alpha",tier="device",state="used_pages"} 3',
                  "tierd_time_to_first_token_seconds_count 1", 'tierd_engine_up{model="alpha"} 1'):  # fmt: skip
         assert line in text.splitlines(), line
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+
+
+async def test_tool_calls_whole_and_streamed_are_the_same(http):
+    body = BODY | {"messages": [{"role": "user", "content": "!calls=2 !think=3"}], "tools": TOOLS}
+    _, answer, _ = await http.post(CHAT, body)
+    choice = answer["choices"][0]
+    whole = [(call["id"], call["function"]["name"], call["function"]["arguments"])
+             for call in choice["message"]["tool_calls"]]  # fmt: skip
+    assert whole == [(f"call_{n}", "look", '{"x": 7}') for n in range(2)] and choice["finish_reason"] == "tool_calls"
+    events = [event for event in await http.stream(CHAT, body) if event != "[DONE]"]
+    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    said = {call["index"]: [call["id"], call["function"]["name"], ""] for call in calls if "id" in call}
+    for call in calls:
+        said[call["index"]][2] += call["function"]["arguments"]
+    assert [tuple(one) for _, one in sorted(said.items())] == whole
+    thinking = "".join(event["choices"][0]["delta"].get("reasoning_content", "") for event in events)
+    assert thinking == choice["message"]["reasoning_content"] != ""
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+
+
+async def test_a_turn_with_the_answer_of_a_tool(http):
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "tool_call_id": "c", "content": "seen"}]  # fmt: skip
+    status, body, _ = await http.post(CHAT, BODY | {"messages": turns, "tools": TOOLS})
+    assert status == 200 and body["choices"][0]["message"]["content"]
+    turns[2]["tool_call_id"] = "d"
+    status, body, _ = await http.post(CHAT, BODY | {"messages": turns, "tools": TOOLS})
+    assert status == 400 and body["error"]["param"] == "messages[2].tool_call_id"
+
+
+async def test_several_answers_to_several_prompts(http):
+    body = {"model": "alpha", "prompt": ["a", "b"], "n": 2, "max_tokens": 3, "temperature": 0.5, "seed": 1}
+    _, answer, _ = await http.post("/v1/completions", body)
+    texts = [whole_text(prompt, 3, seed) for prompt in "ab" for seed in (1, 2)]
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 2 and answer["usage"]["completion_tokens"] == 12
+    events = await http.stream("/v1/completions", body | {"stream_options": {"include_usage": True}})
+    events = [event for event in events if event != ": ping"]
+    assert events[-1] == "[DONE]" and events[-2]["usage"] == answer["usage"] and events[-2]["choices"] == []
+    said = dict.fromkeys(range(4), "")
+    for event in events[:-2]:
+        said[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert list(said.values()) == texts
+    ends = [event["choices"][0]["index"] for event in events[:-2] if event["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("fields", [{"n": 3}, {"n": 3, "tools": TOOLS, "tool_choice": "required"}])
+async def test_the_recorded_sequence_of_several_streamed_answers(http, fields):
+    events = await http.stream(CHAT, BODY | fields)
+    assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+    for index in range(3):
+        mine = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [choice["finish_reason"] is None for choice in mine] == [True] * (len(mine) - 1) + [False]
+
+
+async def test_json_and_logprobs(http):
+    schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    _, body, _ = await http.post(CHAT, BODY | {"response_format": form, "logprobs": True, "top_logprobs": 2})
+    choice = body["choices"][0]
+    assert json.loads(choice["message"]["content"]) == {"name": "page", "age": 7} and choice["finish_reason"] == "stop"
+    entries = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+
+
+async def test_embeddings_are_not_there_and_say_so(http):
+    status, body, headers = await http.post("/v1/embeddings", {"model": "alpha", "input": "x"})
+    assert status == 404 and "embeddings" in body["error"]["message"] and headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 65}, "n"), ({"n": 0}, "n"), ({"n": 3, "best_of": 2}, "best_of"), ({"top_logprobs": 21}, "logprobs"),
+        ({"tools": TOOLS * 2}, "tools"), ({"tools": TOOLS * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"cache_salt": "x" * 257}, "salt"), ({"max_tokens": 5000}, "max_tokens"),
+        ({"guided_regex": ""}, "format.source"),
+    ],
+)  # fmt: skip
+async def test_values_beyond_their_limits(http, fields, param):
+    status, body, _ = await http.post(CHAT, BODY | {"logprobs": True} | fields)
+    assert status == 400 and body["error"]["param"] == param

@@ -37,10 +37,11 @@ class Desk:
             self.rig.streams, self.rig.pager, emit=self.emit, published=lambda: None, died=lambda _cause: None,
             clock=time.monotonic, max_requests=max_requests,
         )  # fmt: skip
-        self.rig.pager.store = object()
+        held = SimpleNamespace(used_slots=3, disk_bytes=1000)
+        self.rig.pager.store = SimpleNamespace(statistics=lambda: held)
         self.rig.pager.page_map = lambda: b"\x00\x02"
         self.rig.pager.verify = lambda repair, deadline_s: [f"repair {repair}"]
-        self.rig.pager.gc = lambda deadline_s: 4
+        self.rig.pager.gc = lambda deadline_s: vars(held).update(disk_bytes=900) or 4
         self.rig.pager.clear = lambda: 5
         board = SimpleNamespace(state="ready", latest={"state": "ready"})
         self.engine: Any = SimpleNamespace(
@@ -167,7 +168,7 @@ async def test_verify_says_why_there_is_no_store() -> None:
     async with desk() as one:
         one.rig.pager.store = None
         one.ask(1, "cache", action="verify")
-        assert (await one.end(1)).data == {"findings": ["a note", "repair False"]}
+        assert (await one.end(1)).data == {"findings": ["a note", "repair False"], "pages": 0}
 
 
 async def test_simple_operations() -> None:
@@ -179,8 +180,9 @@ async def test_simple_operations() -> None:
             one.ask(number, op, **args)
         answers = [(await one.end(number)).data for number in range(1, 8)]
         assert answers == [
-            {"tokens": [104, 105]}, {"findings": ["repair True"]}, {"removed_pages": 4}, {"removed_pages": 5},
-            {"left": 0}, {"map": b"\x00\x02"}, {"state": "ready"},
+            {"tokens": [104, 105]}, {"findings": ["repair True"], "pages": 3},
+            {"removed_pages": 4, "freed_bytes": 100}, {"removed_pages": 5}, {"left": 0}, {"map": b"\x00\x02"},
+            {"state": "ready"},
         ]  # fmt: skip
 
 

@@ -7,16 +7,18 @@ import pytest
 
 from tests.daemon.engine.rig import END
 from tests.daemon.engine.vocabularies import byte_level
+from tierd.daemon.engine.answer import Said
+from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.request import AGING_S, Finish, Request, Times
 from tierd.daemon.engine.sampler import Params, Sampler
-from tierd.daemon.engine.tokens import TextStream
+from tierd.daemon.engine.tool_formats import Dialect, Style
 
 
 def request(prompt: int = 10, limit: int = 100, arrived_s: float = 50.0, **more: Any) -> Request:
     fields: dict[str, Any] = {
         "id": 1, "serial": 0, "priority": 0, "salt": b"", "prompt_tokens": prompt, "tokens": [1] * prompt,
         "max_total_tokens": limit, "end_ids": frozenset({END}), "sampler": Sampler(Params(), 300, []),
-        "stream": TextStream(byte_level(), ("stop",)), "times": Times(arrived_s),
+        "stream": AnswerStream(byte_level(), ("stop",)), "times": Times(arrived_s),
     } | more  # fmt: skip
     return Request(**fields)
 
@@ -55,17 +57,26 @@ def test_what_had_to_be_computed_after_a_preemption_is_no_hit() -> None:
 
 def test_text_that_waits_for_its_end_is_shown_with_it() -> None:
     one = request(limit=13)
-    assert one.append(ord("s"), 51.0) == ("", None)
-    assert one.append(ord("t"), 51.1) == ("", None)
-    assert one.append(ord("o"), 51.2) == ("sto", Finish.LENGTH)
+    assert one.append(ord("s"), 51.0) == (Said(""), None)
+    assert one.append(ord("t"), 51.1) == (Said(""), None)
+    assert one.append(ord("o"), 51.2) == (Said("sto"), Finish.LENGTH)
     assert one.unsent == [ord("s"), ord("t"), ord("o")]
 
 
 def test_an_end_token_is_counted_and_not_shown() -> None:
     one = request()
-    assert one.append(ord("a"), 51.0) == ("a", None)
-    assert one.append(END, 51.1) == ("", Finish.STOP)
+    assert one.append(ord("a"), 51.0) == (Said("a"), None)
+    assert one.append(END, 51.1) == (Said(""), Finish.STOP)
     assert one.usage().completion_tokens == 2 and one.unsent == [ord("a")]
+
+
+def test_an_answer_with_calls_ends_with_them() -> None:
+    stream = AnswerStream(byte_level(), parser=Dialect(Style.TAGGED, "<c>", "</c>").parser({"f"}))
+    one = request(stream=stream)
+    for token in b'<c>{"name": "f"}':
+        assert one.append(token, 51.0) == (Said(), None)
+    said, over = one.append(END, 51.1)  # the call is known with the end alone
+    assert over is Finish.TOOL_CALLS and said.calls[0]["name"] == "f"
 
 
 def test_times() -> None:

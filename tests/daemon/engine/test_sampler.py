@@ -139,6 +139,37 @@ def test_a_resumed_stream_draws_the_same() -> None:
         assert resumed == tokens
 
 
+class OnlyEven:
+    """A guide that allows even tokens, and notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def masked(self, logits: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(logits.size) % 2 == 0, logits, np.float32(-np.inf))
+
+    def accept(self, token: int) -> None:
+        self.heard.append(token)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [Params(), Params(temperature=0.0), Params(top_k=5), Params(top_p=0.5), Params(min_p=0.2, top_k=3),
+     Params(logit_bias={1: 90.0}), Params(top_p=0.9, repetition_penalty=2.0)],
+    ids=str,
+)  # fmt: skip
+def test_a_guide_rules_out_tokens(params: Params) -> None:
+    sampler = Sampler(params, VOCAB, [1], guide=OnlyEven())
+    assert all(sampler.sample(logits_of(seed), seed) % 2 == 0 for seed in range(60))
+
+
+def test_a_guide_hears_of_drawn_tokens_not_of_resumed_ones() -> None:
+    guide = OnlyEven()
+    sampler = Sampler(Params(), VOCAB, [1], [2, 4], guide)
+    sampler.accept(6)
+    assert guide.heard == [6]
+
+
 def test_draws_are_even_and_independent_of_the_seed_type() -> None:
     numbers = [uniform(seed, position) for seed in (0, 1, -1, 2**60) for position in range(2000)]
     assert 0.0 <= min(numbers) and max(numbers) < 1.0

@@ -239,3 +239,32 @@ def test_everybody_finishes_and_the_first_never_stands_still(jobs: list[tuple[in
         if first is not None and first.phase is not Phase.WAITING:
             assert first.id in moved or plan.preempt  # it moves, or somebody gives pages back for it
     assert not waiting and not live
+
+
+def follower(number: int, known: int, computed: int, leader: int, until: int) -> Stream:
+    return dataclasses.replace(
+        stream(number, Phase.PREFILL, known, computed), leader=leader, shared_until=until,
+        shared=(until - computed) // LIMITS.page_tokens,
+    )  # fmt: skip
+
+
+def test_one_that_waits_for_pages_gives_its_rows_to_the_leader() -> None:
+    assert scheduler.share(20, [stream(1, Phase.PREFILL, 100), follower(2, 50, 0, 1, 48)]) == {1: 20}
+    old, leader = stream(1, Phase.PREFILL, 1000), stream(2, Phase.PREFILL, 500)
+    assert scheduler.share(20, [old, leader, stream(3, Phase.PREFILL, 400)]) == {1: 10, 3: 10}
+    waiting = follower(4, 50, 0, 2, 48)
+    assert scheduler.share(20, [old, leader, stream(3, Phase.PREFILL, 400), waiting]) == {1: 10, 2: 10}
+
+
+def test_a_leaders_chunk_ends_where_the_first_of_the_others_goes_its_own_way() -> None:
+    streams = [stream(1, Phase.PREFILL, 100, 8, 2), follower(2, 90, 8, 1, 80), follower(3, 90, 8, 1, 24)]
+    assert scheduler.share(64, streams) == {1: 16}
+    plan = planned(*streams)
+    assert [(chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in plan.chunks] == [(1, 8, 16, False)]
+
+
+def test_pages_that_others_compute_need_no_room() -> None:
+    leader = stream(1, Phase.PREFILL, 40, 0, 0)  # 10 pages, and one to go on
+    # 9 for the chunk of this step, 11 for the leader, 2 for the one that waits, 4 for the new one
+    assert planned(leader, follower(2, 40, 0, 1, 36), stream(3, Phase.WAITING, 15), free=26).admit == (3,)
+    assert planned(leader, stream(2, Phase.PREFILL, 40), stream(3, Phase.WAITING, 15), free=26).admit == ()

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.daemon.engine.fakes import expected
 from tests.daemon.engine.rig import END, Rig, fail
+from tierd.daemon.engine.outbox import TELL_EVERY_S
 from tierd.daemon.engine.scheduler import Phase
-from tierd.daemon.engine.streams import STUCK_S, TELL_EVERY_S
+from tierd.daemon.engine.streams import STUCK_S
 from tierd.daemon.errors import BadRequest
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 30, 31]
@@ -311,3 +312,12 @@ def test_an_idle_day_is_no_wait_for_pages(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rig.pager, "allocate", allocate)
     rig.run()
     assert rig.terminal(2) == ["done"]
+
+
+def test_a_request_may_wish_that_the_beginning_of_its_prompt_stays() -> None:
+    rig = Rig()
+    rig.submit(1, PROMPT, 3)
+    rig.streams._requests[1].keep = ((9, 300.0), (2, 600.0))  # two whole pages, and none
+    rig.run()
+    assert [node.num_tokens for node in rig.pager.index.nodes.values() if node.kept] == [4, 4]
+    assert rig.of(1, "accepted")[0]["keep_tokens"] == [9, 2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.daemon.engine.fakes import PAGE, expected
 from tests.daemon.engine.rig import Rig
 from tierd.daemon.engine.scheduler import Phase
-from tierd.daemon.engine.streams import MAX_LOST_STEPS
+from tierd.daemon.engine.stepping import MAX_LOST_STEPS
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.links import Link
 from tierd.tiers.page import PageKey, Tier

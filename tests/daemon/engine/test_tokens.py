@@ -7,11 +7,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from tests.daemon.engine.vocabularies import byte_fallback, byte_level
-from tierd.daemon.engine.tokens import TextStream, Vocabulary
+from tests.daemon.engine.vocabularies import SPECIAL, byte_fallback, byte_level
+from tierd.daemon.engine.tokens import Detokenizer, StopStrings, Vocabulary
 from tierd.daemon.errors import ModelInvalid
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40) | st.text("the stop\u00e9\U0001f642\U0001f643", max_size=60)
+
+
+class TextStream:
+    """Characters up to a stop string."""
+
+    def __init__(self, vocabulary: Vocabulary, stop: tuple[str, ...]) -> None:
+        self.characters, self.stops = Detokenizer(vocabulary), StopStrings(stop)
+
+    @property
+    def stopped(self) -> bool:
+        return self.stops.found is not None
+
+    def push(self, token: int) -> str:
+        return self.stops.push(self.characters.push(token))
+
+    def finish(self) -> str:
+        return self.stops.push(self.characters.finish()) + self.stops.finish()
 
 
 def streamed(vocabulary: Vocabulary, tokens: list[int], stop: tuple[str, ...] = ()) -> list[str]:
@@ -67,6 +84,20 @@ def test_special_tokens_as_ordinary_text() -> None:
     assert not set(tokens) & set(vocabulary.special.values())
     assert vocabulary.text(tokens) == "<|im_end|>"
     assert vocabulary.encode("<|im_end|>") == [vocabulary.special["<|im_end|>"]]
+
+
+def test_a_special_token_that_somebody_has_to_see() -> None:
+    vocabulary = byte_level()
+    start, end = (vocabulary.special[text] for text in SPECIAL)
+    characters = Detokenizer(vocabulary, {start: "[start]"})
+    # Half a character before it is no part of what comes behind it.
+    assert [characters.push(token) for token in (0xF0, start, end, ord("a"))] == ["", "\ufffd[start]", "", "a"]
+
+
+def test_the_stop_string_that_ended_a_text_is_known() -> None:
+    stops = StopStrings(("b", "abc", ""))
+    assert [stops.push(part) for part in ("xa", "b", "c")] == ["x", "a", ""]
+    assert stops.found == "b"
 
 
 def test_a_stop_string_over_token_borders_is_never_shown() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +23,7 @@ from tierd.daemon.protocol import TERMINAL, Event, FrameDecoder, Request, encode
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
 RECORD_BYTES = 8192  # a page of the tiny model: 2 layers, 2 heads of 16, 16 tokens, fp32
+END = 267  # `<|im_end|>` of the tiny tokenizer
 PROMPT = [place % 200 + 20 for place in range(70)]
 
 
@@ -119,7 +122,7 @@ async def test_a_life(tiny: Path, tmp_path: Path) -> None:
         status = (await one.call("status")).data
         assert status["state"] == "ready" and status["requests"] == 3 and status["tiers"]["device"]["total_pages"] == 64
         assert len((await one.call("pages")).data["map"]) == 64
-        assert (await one.call("cache", action="verify")).data == {"findings": []}
+        assert (await one.call("cache", action="verify")).data["findings"] == []
         refused = await one.call("generate", model="tiny", tokens=list(range(20, 160)))
         assert refused.ev == "refused" and "140 tokens; the context holds 128" in refused.data["message"]
         assert (await one.call("stop", timeout_s=2.0)).ev == "result"
@@ -199,3 +202,18 @@ async def test_started_wrongly() -> None:
         )  # fmt: skip
         _, stderr = await process.communicate()
         assert process.returncode == 2 and b"TIERD_ENGINE_CONFIG" in stderr
+
+
+async def test_an_answer_that_is_held_to_a_form(tmp_path: Path) -> None:
+    model = copy.deepcopy(reference("qwen2, tied"))
+    model.config.eos_token_id = model.generation_config.eos_token_id = END
+    async with worker(prepare(model, tmp_path / "ending"), tmp_path) as one:
+        await one.ready()
+        sampling = {"temperature": 1.0, "seed": 1, "max_tokens": 20}
+        number = await one.begin(sampling=sampling, format={"kind": "regex", "source": "[a-c]{3}[0-9]"})
+        end = await one.wait(number, *TERMINAL)
+        text = "".join(e.data["text"] for e in one.events if e.id == number and e.ev == "text")
+        assert end.ev == "done" and end.data["finish"] == "stop" and re.fullmatch("[a-c]{3}[0-9]", text)
+        refused = await one.call("generate", model="tiny", prompt="x", format={"kind": "grammar", "source": "start: x"})
+        assert refused.ev == "refused" and refused.data["param"] == "format"
+        assert (await one.generate())[1].ev == "done"

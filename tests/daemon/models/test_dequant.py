@@ -4,8 +4,9 @@ import gguf
 import numpy as np
 import pytest
 
-from tierd.daemon.models.dequant import dequantize, split_int4, split_int8
+from tierd.daemon.models.dequant import dequantize, split_affine, split_int8, split_k
 from tierd.daemon.models.ggml_types import BLOCKS, GgmlType, row_bytes
+from tierd.kernels.packing import WeightFormat
 
 ROWS, COLS = 7, 512
 
@@ -45,18 +46,38 @@ def test_int8_split_is_lossless(kind):
     np.testing.assert_array_equal(values.reshape(ROWS, -1), dequantize(kind, raw))
 
 
-@pytest.mark.parametrize("kind", [GgmlType.Q4_1, GgmlType.Q4_0])
-def test_int4_split_is_lossless(kind):
+@pytest.mark.parametrize("kind", [GgmlType.Q4_1, GgmlType.Q4_0, GgmlType.Q5_1, GgmlType.Q5_0])
+def test_affine_split_is_lossless(kind):
     raw = random_blocks(kind)
-    quants, scale, minimum = split_int4(kind, raw)
-    assert quants.dtype == np.uint8 and quants.max() <= 15
+    quants, scale, minimum = split_affine(kind, raw)
+    assert quants.dtype == np.uint8 and quants.max() <= (15 if kind in (GgmlType.Q4_0, GgmlType.Q4_1) else 31)
     groups = quants.reshape(ROWS, -1, 32).astype(np.float32)
     values = groups * scale.astype(np.float32)[:, :, None] + minimum.astype(np.float32)[:, :, None]
     np.testing.assert_array_equal(values.reshape(ROWS, -1), dequantize(kind, raw))
 
 
+@pytest.mark.parametrize("format", [WeightFormat.INT4_K, WeightFormat.INT5_K, WeightFormat.INT8_K])
+@pytest.mark.parametrize("kind", [GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K])
+def test_k_split_is_lossless(kind, format):
+    if (kind, format) in (
+        (GgmlType.Q5_K, WeightFormat.INT4_K), (GgmlType.Q6_K, WeightFormat.INT4_K), (GgmlType.Q6_K, WeightFormat.INT5_K)
+    ):  # fmt: skip
+        return
+    raw = random_blocks(kind)
+    k = split_k(kind, raw, format)
+    assert k.q.dtype == (np.int8 if format is WeightFormat.INT8_K else np.uint8)
+    scale, minimum = (
+        counts.reshape(ROWS, COLS // 256, -1).astype(np.float32) * steps.astype(np.float32)[:, :, None]
+        for steps, counts in ((k.scale_steps, k.scales), (k.minimum_steps, k.minimums))
+    )
+    q = k.q.astype(np.float32).reshape(*scale.shape, -1)
+    np.testing.assert_array_equal((q * scale[..., None] + minimum[..., None]).reshape(ROWS, -1), dequantize(kind, raw))
+
+
 def test_splits_refuse_other_types():
     with pytest.raises(ValueError, match="Q6_K doesn't split"):
         split_int8(GgmlType.Q6_K, random_blocks(GgmlType.Q6_K))
+    with pytest.raises(ValueError, match="Q8_0 isn't a K-quant"):
+        split_k(GgmlType.Q8_0, random_blocks(GgmlType.Q8_0), WeightFormat.INT8_K)
     with pytest.raises(ValueError, match="Q8_0 doesn't split"):
-        split_int4(GgmlType.Q8_0, random_blocks(GgmlType.Q8_0))
+        split_affine(GgmlType.Q8_0, random_blocks(GgmlType.Q8_0))

@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.daemon.models.test_dequant import random_blocks
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.models import weights
 from tierd.daemon.models.errors import ModelFileError
@@ -24,9 +25,17 @@ T, F = GgmlType, WeightFormat
     [
         ({T.Q4_0}, 64, None, F.INT4_G32),
         ({T.Q4_0, T.Q4_1}, 64, None, F.INT4_G32),
+        ({T.Q4_1, T.Q5_1, T.Q5_0}, 64, None, F.INT5_G32),
+        ({T.Q5_0}, 64, None, F.INT5_G32),
         ({T.Q8_0, T.Q5_0}, 64, None, F.INT8_G32),
         ({T.Q4_1, T.Q8_0}, 64, None, F.INT8_G32),
-        ({T.Q4_K, T.Q6_K}, 256, None, F.INT8_G32),
+        ({T.Q4_K}, 256, None, F.INT4_K),
+        ({T.Q4_K, T.Q5_K}, 256, None, F.INT5_K),
+        ({T.Q5_K}, 256, None, F.INT5_K),
+        ({T.Q4_K, T.Q6_K}, 256, None, F.INT8_K),
+        ({T.Q6_K}, 256, None, F.INT8_K),
+        ({T.Q6_K, T.Q8_0}, 256, None, F.INT8_G32),
+        ({T.Q4_K}, 256, F.INT4_G32, F.INT4_G32),
         ({T.F16, T.Q8_0}, 64, None, F.INT8_G32),
         ({T.BF16}, 63, None, F.BF16),
         ({T.BF16, T.F32}, 64, None, F.FP32),
@@ -47,7 +56,7 @@ def test_parse_format():
     assert parse_format("int8-g32") is F.INT8_G32
     with pytest.raises(BadRequest, match="'int3' isn't known") as caught:
         parse_format("int3")
-    assert caught.value.hint == "take one of auto, fp32, bf16, int8, int8-g32, int4-g32"
+    assert caught.value.hint == "take one of auto, fp32, bf16, int8, int8-g32, int4-g32, int5-g32"
 
 
 def source(kind: GgmlType, w: np.ndarray) -> tuple[SourceTensor, np.ndarray]:
@@ -73,7 +82,7 @@ def written(tmp_path, parts: list[SourceTensor], wanted: WeightFormat | None, ve
     return placed, np.fromfile(tmp_path / "weights.bin", np.uint8)[placed.offset : placed.offset + placed.bytes]
 
 
-@pytest.mark.parametrize("format", list(WeightFormat))
+@pytest.mark.parametrize("format", packing.ROUNDED_FORMATS)
 @pytest.mark.parametrize("rows", [(48, 16, 16), (50, 7, 23), (1, 1, 1)])
 def test_in_pieces_equals_whole(tmp_path, monkeypatch, format, rows):
     monkeypatch.setattr(weights, "_CHUNK_ELEMENTS", 32 * 64)  # 32 rows at a time
@@ -88,6 +97,7 @@ def test_in_pieces_equals_whole(tmp_path, monkeypatch, format, rows):
     ("kinds", "format"),
     [
         ((T.Q4_1, T.Q4_0, T.Q4_1), F.INT4_G32),
+        ((T.Q5_0, T.Q5_1, T.Q4_1), F.INT5_G32),
         ((T.Q8_0, T.Q5_0, T.Q4_0), F.INT8_G32),
         ((T.BF16, T.BF16, T.BF16), F.BF16),
         ((T.F16, T.F32, T.BF16), F.FP32),
@@ -100,6 +110,32 @@ def test_auto_loses_nothing(tmp_path, kinds, format):
     assert placed.format is format
     unpacked = packing.unpack(format, data, 72, 96)
     np.testing.assert_array_equal(unpacked, np.concatenate([v for _, v in parts]))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "format"),
+    [
+        ((T.Q4_K, T.Q4_K, T.Q4_K), F.INT4_K),
+        ((T.Q4_K, T.Q5_K, T.Q4_K), F.INT5_K),
+        ((T.Q5_K, T.Q4_K, T.Q6_K), F.INT8_K),
+    ],
+)
+def test_k_quants_keep_every_value(tmp_path, monkeypatch, kinds, format):
+    """The weights that the kernels compute with are those of gguf's own dequantization, to the bit."""
+    monkeypatch.setattr(weights, "_CHUNK_ELEMENTS", 32 * 512)
+    raws = [random_blocks(kind) for kind in kinds]
+    parts = [
+        SourceTensor(f"w{i}", kind, *raw.shape[:1], 512, lambda start, stop, raw=raw: raw[start:stop])
+        for i, (kind, raw) in enumerate(zip(kinds, raws, strict=True))
+    ]
+    expected = [
+        gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(int(kind)))
+        for kind, raw in zip(kinds, raws, strict=True)
+    ]
+    placed, data = written(tmp_path, parts, None)
+    assert placed.format is format
+    unpacked = packing.unpack(format, data, placed.planned.rows, 512)
+    np.testing.assert_array_equal(unpacked, np.concatenate(expected))
 
 
 def test_vectors_follow_each_other(tmp_path):

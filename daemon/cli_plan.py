@@ -1,0 +1,172 @@
+"""The verb `plan`: how a model would run here, or on a card, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import click
+import msgspec
+
+from tierd.daemon.cli_common import human_bytes, json_option, load_settings, print_json, print_table, settings_options
+from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config_values import context_tokens
+from tierd.daemon.errors import BadRequest
+from tierd.daemon.machine import probe_machine, total_memory_bytes
+from tierd.daemon.models.placement import DoesNotFit
+from tierd.daemon.plan import answer as told
+from tierd.daemon.plan import rates
+from tierd.daemon.plan.auto import choose_sizes
+from tierd.daemon.plan.cards import CARDS, find_card
+from tierd.daemon.plan.known import KNOWN, known_shape
+from tierd.daemon.plan.kv import ENGINE_FORMATS, KV_FORMATS, token_bytes
+from tierd.daemon.plan.scenario import Limits, Load, card_memory, card_task, cpu_task
+from tierd.daemon.plan.subject import Subject, find_subject
+
+_ANSWER_TOKENS = 256
+_WEIGHTS = ("auto", "fp32", "bf16", "int8", "int8-g32", "int4-g32")
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--ctx", "context", metavar="TOKENS", help="Tokens of a sequence, prompt and answer together.")
+@click.option("--answer", type=click.IntRange(1, 1 << 20), help="Tokens of them that are an answer, instead of 256.")
+@click.option("--streams", type=click.IntRange(1, 1024), default=1, show_default=True, help="Answers at once.")
+@click.option("--goal", type=click.Choice(("latency", "throughput")), default="latency", show_default=True,
+              help="Short steps, or as many tokens a second as can be had.")  # fmt: skip
+@click.option("--gpu", metavar="NAME", help="Plan for this card instead of this machine's processors.")
+@click.option("--weights", type=click.Choice(_WEIGHTS), default="auto", help="Weight format.")
+@click.option("--kv-format", "kv_format", type=click.Choice(tuple(KV_FORMATS)), help="Numbers in a page.")
+@click.option("--cards", is_flag=True, help="List the cards that are known.")
+@click.option("--shapes", is_flag=True, help="List the built-in shapes.")
+@settings_options("models_dir", "cache_dir", "device_mem", "host_mem", "nvme_mem", "weights_mem", "threads")
+@json_option
+def plan(
+    flags: dict[str, Any], model: str | None, context: str | None, answer: int | None, streams: int, goal: str,
+    gpu: str | None, weights: str, kv_format: str | None, cards: bool, shapes: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Tell how MODEL would run: bytes in each tier, speed, and why.
+
+    MODEL is a prepared model, a built-in shape such as llama-3-70b, or a path to a config.json.
+    """
+    if cards or shapes:
+        _list_cards(as_json) if cards else _list_shapes(as_json)
+        return
+    if model is None:
+        raise BadRequest("name a model", hint="for example: tierd plan llama-3-70b --gpu rtx4090")
+    settings = load_settings(flags)
+    subject = find_subject(model, settings.models_dir, weights)
+    load = _load(subject, settings, context, answer, streams, goal)
+    found = _on_card(subject, load, settings, gpu, kv_format) if gpu else _here(subject, load, settings, kv_format)
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+    else:
+        print("\n".join(told.lines(found)))
+    if not found.fits:
+        raise click.exceptions.Exit(1)
+
+
+def _load(
+    subject: Subject, settings: Settings, context: str | None, answer: int | None, streams: int, goal: str
+) -> Load:
+    try:
+        tokens = context_tokens(context) if context is not None else settings.ctx
+    except ValueError as exc:
+        raise BadRequest(f"--ctx must be {exc}", hint=f"not {context!r}", param="ctx") from None
+    tokens = tokens or min(subject.context, 8192)
+    if answer is None:
+        answer = min(_ANSWER_TOKENS, max(tokens // 4, 1))
+    if answer >= tokens:
+        what = f"an answer of {answer} tokens leaves no room for a prompt in {tokens}"
+        raise BadRequest(what, hint="give more --ctx, or less --answer", param="ctx")
+    return Load(tokens - answer, answer, streams, goal == "throughput")
+
+
+def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | None) -> told.Plan:
+    """On this machine's processors, with the sizes that `tierd serve` would take."""
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    computer = probe_machine(settings.cache_dir)
+    measured = _measured(settings, threads)
+    pages = kv_format or settings.kv_format
+    context = load.prompt_tokens + load.answer_tokens
+    limits = Limits(pages, settings.max_batch, max(settings.max_streams, load.streams), threads, context)
+    spec = subject.shape.spec
+    runs = spec is not None and pages in ENGINE_FORMATS
+    if spec is not None and runs:
+        smallest = min(found.total for _, found in subject.formats)
+        asked = dataclasses.replace(settings, kv_format=pages)
+        sizes, remarks = choose_sizes(asked, computer, spec, smallest, context, threads)
+    else:
+        sizes, remarks = resolve_sizes(settings, computer), ()
+    short = ""
+    try:
+        task = cpu_task(subject, load, sizes, computer, measured, limits)
+    except DoesNotFit as exc:
+        short = f"--weights-mem {-(-exc.needed_bytes // 2**20)}MiB"
+        task = cpu_task(subject, load, sizes._replace(weights_bytes=exc.needed_bytes), computer, measured, limits)
+    _, on_what = measured.compute_for(subject.digest, task.formats[0].weights)
+    if measured.assumed:
+        basis = "assumed, not measured: `tierd doctor --measure` measures this machine"
+    else:
+        basis = f"measured here, on {on_what}"
+    found = told.make(task, subject, "this machine's processors", basis, remarks, runs=runs)
+    if not short:
+        return found
+    missing = f"weights_mem of {human_bytes(sizes.weights_bytes)} is too little to stream them through"
+    return msgspec.structs.replace(found, fits=False, nearest=short, why=(*found.why, missing))
+
+
+def _on_card(subject: Subject, load: Load, settings: Settings, gpu: str, kv_format: str | None) -> told.Plan:
+    """On a card by its data sheet, in this computer."""
+    card = find_card(gpu)
+    computer = probe_machine(settings.cache_dir)
+    measured = _measured(settings, settings.threads or len(os.sched_getaffinity(0)))
+    usable = min(computer.available_ram, computer.total_ram)
+    host = usable - usable // 10 if settings.host_mem is None else settings.host_mem
+    disk = computer.free_disk if settings.nvme_mem is None else settings.nvme_mem
+    task = card_task(
+        subject, load, card, measured, device_bytes=card_memory(card, settings.device_mem), host_bytes=host,
+        disk_bytes=disk, kv_formats=(kv_format or "fp16",), max_batch=settings.max_batch,
+    )  # fmt: skip
+    basis = f"data sheet of {card.name}; disk and CPU memory {'assumed' if measured.assumed else 'measured here'}"
+    return told.make(task, subject, card.name, basis, (), runs=False)
+
+
+def _measured(settings: Settings, threads: int) -> rates.Measured:
+    fingerprint = rates.fingerprint(settings.cache_dir, threads, total_memory_bytes())
+    return rates.load(settings.cache_dir, fingerprint) or rates.assumed(fingerprint)
+
+
+def _list_cards(as_json: bool) -> None:
+    if as_json:
+        print_json({"cards": [card._asdict() for card in CARDS.values()]})
+        return
+    print_table(
+        ("CARD", "MEMORY", "GB/S", "FP16 TFLOPS", "LINK GB/S"),
+        (
+            (card.name, f"{card.memory_bytes >> 30} GiB", f"{card.bytes_per_s / 1e9:.0f}",
+             f"{card.fp16_flops / 1e12:.4g}{'' if card.printed else ' *'}", f"{card.link_bytes_per_s / 1e9:.1f}")
+            for card in CARDS.values()
+        ),
+    )  # fmt: skip
+    print("* twice the fp32 rate: NVIDIA prints none")
+
+
+def _list_shapes(as_json: bool) -> None:
+    found = [(name, known_shape(name), known.source) for name, known in KNOWN.items()]
+    if as_json:
+        print_json({"shapes": [
+            {"name": name, "parameters": shape.parameters, "context": shape.context, "source": source,
+             "kv_token_bytes": token_bytes(shape, "bf16"), "runs": shape.spec is not None}
+            for name, shape, source in found
+        ]})  # fmt: skip
+        return
+    print_table(
+        ("SHAPE", "PARAMETERS", "CONTEXT", "KV BF16", "RUNS", "CONFIG.JSON OF"),
+        (
+            (name, f"{shape.parameters / 1e9:.3g} B", shape.context, f"{token_bytes(shape, 'bf16') / 1024:.4g} KiB",
+             "yes" if shape.spec is not None else "no", source)
+            for name, shape, source in found
+        ),
+    )  # fmt: skip

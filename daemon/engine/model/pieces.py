@@ -1,0 +1,94 @@
+"""What a ring reads of a prepared model: whole layers, parts of the head, and rows of the embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierd.daemon.engine.model.load import HINT, checked_format
+from tierd.daemon.errors import ModelInvalid
+from tierd.daemon.models.catalog import RecordEntry
+from tierd.daemon.models.placement import table_of
+from tierd.kernels.cpu.weights import panel_sections
+from tierd.kernels.packing import WeightFormat, panels
+from tierd.tiers.weights_file import Span, WeightFile, scan
+from tierd.tiers.weights_ring import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The matrix of the embedding or the head, and where the sections of its panels lie in the file."""
+
+    record: RecordEntry
+    format: WeightFormat
+    panels: int
+    cols: int
+    sections: tuple[tuple[int, int], ...]  # (offset, bytes of a panel)
+
+    def spans(self, first: int, count: int) -> tuple[Span, ...]:
+        """Where some panels lie, one range in each section."""
+        return tuple(Span(offset + first * size, count * size) for offset, size in self.sections)
+
+    def parts(self, part_panels: int) -> list[tuple[int, int]]:
+        """(first panel, panels) of each part."""
+        return [
+            (first, min(part_panels, self.panels - first)) for first in range(0, self.panels, part_panels)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """Digests of what is read of a table."""
+
+    parts: list[Piece]
+    panels: list[list[str]]  # [sections][panels]
+
+
+def layer_piece(record: RecordEntry) -> Piece:
+    """A whole layer."""
+    return Piece(record.name, (Span(record.offset, record.bytes),), (record.digest,))
+
+
+def table(record: RecordEntry) -> Table:
+    """The table of a record. Raises ModelInvalid when it holds something else."""
+    try:
+        entry = table_of(record)
+    except ValueError as exc:
+        raise ModelInvalid(str(exc), hint=HINT) from None
+    kind = checked_format(record.name, entry)
+    found = panel_sections(kind, entry.rows, entry.cols)
+    sections = tuple((entry.offset + offset, size) for _, offset, size in found)
+    return Table(record, kind, panels(entry.rows), entry.cols, sections)
+
+
+def scan_table(file: WeightFile, found: Table, part_panels: int) -> Scanned:
+    """Read a table once, compare it with its digest, and note those of its panels and of its parts, if it has any.
+
+    From then on these say whether a read is right. Raises ModelInvalid when it is not what was imported, or can't be
+    read.
+    """
+    record = found.record
+    parts = found.parts(part_panels) if part_panels else []
+    by_section = [
+        [Span(offset + first * size, count * size) for first, count in parts] for offset, size in found.sections
+    ]
+    single = [[Span(offset + n * size, size) for n in range(found.panels)] for offset, size in found.sections]
+    try:
+        whole, digests = scan(file, Span(record.offset, record.bytes), [*by_section, *single])
+    except OSError as exc:
+        raise ModelInvalid(f"record {record.name} can't be read: {exc.strerror or exc}", hint=HINT) from exc
+    if whole != record.digest:
+        raise damaged(record.name)
+    pieces = [
+        Piece(
+            f"{record.name}, panels {first} to {first + count}",
+            found.spans(first, count),
+            tuple(section[number] for section in digests[: len(by_section)]),
+        )
+        for number, (first, count) in enumerate(parts)
+    ]
+    return Scanned(pieces, digests[len(by_section) :])
+
+
+def damaged(record: str) -> ModelInvalid:
+    """The error for a record whose bytes are others than those of the import."""
+    return ModelInvalid(f"record {record} isn't what was imported: bytes on the disk have changed", hint=HINT)

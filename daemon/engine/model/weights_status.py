@@ -1,0 +1,58 @@
+"""What there is to say about the weights of an engine, and the rate at which passes read them."""
+
+from __future__ import annotations
+
+import msgspec
+
+_KEPT = 0.8  # of what earlier passes say about the rate, with each further pass
+
+
+class WeightsStatus(msgspec.Struct, frozen=True):
+    """Where the weights of an engine lie, and what passes read. On the CPU the device's memory is the computer's."""
+
+    budget_bytes: int | None  # for all that `memory_bytes` counts; None without a bound
+    memory_bytes: int  # held: resident records, the ring, rows of the embedding
+    device_records: int
+    device_bytes: int
+    nvme_records: int
+    nvme_bytes: int
+    ring_bytes: int
+    rows_bytes: int
+    pass_bytes: int  # read in every pass
+    read_bytes: int  # since the start, and so are the three below
+    waited_s: float  # that passes stood still for weights
+    retries: int
+    lost: int  # reads that failed for good
+    bytes_per_s: float  # of the last passes
+    peak_bytes_per_s: float  # the best that the disk gave
+    peak_share: float  # `bytes_per_s` of that
+
+
+class PassMeter:
+    """Bytes per second of the last passes, and the best of the link. Threading: one owner."""
+
+    def __init__(self) -> None:
+        self._begun_s = 0.0
+        self._seen_bytes = 0
+        self._bytes = self._seconds = self._peak = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A pass begins."""
+        self._begun_s = now_s
+
+    def end(self, now_s: float, read_bytes: int, link_bytes_per_s: float) -> None:
+        """It is over: what was read since the start, and what the link gives lately."""
+        self._bytes = _KEPT * self._bytes + read_bytes - self._seen_bytes
+        self._seconds = _KEPT * self._seconds + now_s - self._begun_s
+        self._seen_bytes = read_bytes
+        self._peak = max(self._peak, link_bytes_per_s)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Of the last passes; 0 before the first."""
+        return self._bytes / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def peak_bytes_per_s(self) -> float:
+        """The best that the link gave, to a pass or at all."""
+        return max(self._peak, self.bytes_per_s)

@@ -1,0 +1,200 @@
+"""One step from chunks of the plan to logits: pages for every row, one batch, one run, what it took.
+
+Threading: step thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.daemon.engine import batch, scheduler
+from tierd.daemon.engine.request import Finish, Request, Totals
+from tierd.daemon.engine.runner import Runner
+from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates
+from tierd.daemon.engine.speculate import Speculator
+from tierd.tiers.errors import StagingLost
+from tierd.tiers.lease import Lease
+from tierd.tiers.page import PageKey
+from tierd.tiers.pager import Pager
+from tierd.tiers.policy import CostEstimator
+
+log = logging.getLogger(__name__)
+
+# Steps in a row whose streamed pages could not be read. Each time what was lost is computed again; a disk that loses
+# pages as fast as they are computed is turned off.
+MAX_LOST_STEPS = 5
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one sequence, and where its pages lie. `tokens` stand at `start` and up."""
+
+    lease: Lease
+    tokens: Sequence[int]
+    start: int
+    wanted: int  # logits are wanted of so many of the last rows
+    pages: batch.Addresses
+    streamed: list[PageKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A chunk that has its pages: one part, or one for each hypothesis of a beam search."""
+
+    request: Request
+    chunk: Chunk
+    decodes: bool
+    parts: list[Part]
+
+    @property
+    def rows(self) -> int:
+        """Of all parts."""
+        return sum(len(part.tokens) for part in self.parts)
+
+
+class Steps:
+    """Gathers, runs and measures steps. `rates` and the cost of a page are learned from them."""
+
+    def __init__(
+        self, pager: Pager, runner: Runner, limits: Limits, clock: Callable[[], float], totals: Totals,
+        speculator: Speculator,
+    ) -> None:  # fmt: skip
+        self.speculator = speculator
+        self._pager = pager
+        self._runner = runner
+        self._limits = limits
+        self._clock = clock
+        self._totals = totals
+        self._estimator = CostEstimator()
+        self._lost_steps = 0  # in a row
+        self.rates = Rates()
+
+    def draft(self, requests: Collection[Request]) -> None:
+        """Look up what the next tokens of those that decode may be."""
+        decoding = [request for request in requests if request.phase is Phase.DECODE and request.beams is None]
+        for request in decoding:
+            most = request.max_total_tokens - len(request.tokens) - 1
+            request.drafted = self.speculator.propose(request.draft, request.tokens, most, len(decoding))
+
+    def gather(self, wanted: Iterable[tuple[Request, Chunk]]) -> tuple[list[Work], list[tuple[Work, Exception]]]:
+        """The chunks that have pages for all their rows now; and those that failed, with why."""
+        work: list[Work] = []
+        failed: list[tuple[Work, Exception]] = []
+        for request, chunk in wanted:
+            item = Work(request, chunk, request.phase is Phase.DECODE, _parts(request, chunk))
+            try:
+                # Ask for all of them, even when one has to wait: what they get they keep.
+                granted = [self._pager.allocate(part.lease, part.start, _end(part)) for part in item.parts]
+                if all(granted):
+                    work.append(replace(item, parts=[self._addressed(part) for part in item.parts]))
+            except Exception as exc:
+                failed.append((item, exc))
+        # Slots for one chunk may have cost another one a page in memory: look again, now that all have theirs.
+        return [found for item in work if (found := self._located(item)) is not None], failed
+
+    def _addressed(self, part: Part) -> Part:
+        count = scheduler.pages_for(_end(part), self._limits.page_tokens)
+        return replace(part, pages=self._pager.tables.addresses(part.lease, count))
+
+    def _located(self, item: Work) -> Work | None:
+        """The chunk with its pages as they lie now; None when one of them is nowhere any more."""
+        tables = self._pager.tables
+        parts = []
+        for part in map(self._addressed, item.parts):
+            lease = part.lease
+            if any(place < len(part.pages) and place not in lease.filling for place in lease.absent):
+                return None
+            parts.append(replace(part, streamed=tables.streamed(lease, part.pages)))
+        return replace(item, parts=parts)
+
+    def run(self, work: list[Work]) -> list[Logits] | None:
+        """Computes all rows; for each chunk the logits that it wants. None: streamed pages were lost, nothing counts.
+
+        Raises whatever the computation raises.
+        """
+        parts = [part for item in work for part in item.parts]
+        rows = [batch.Rows(part.tokens, part.start, part.pages, part.wanted) for part in parts]
+        started_s = self._clock()
+        for item in work:
+            item.request.times.started_s = item.request.times.started_s or started_s
+        streamed = [key for part in parts for key in part.streamed]
+        try:
+            logits = self._runner.run(batch.build(rows, self._limits.page_tokens), streamed)
+        except StagingLost as lost:
+            self._lose(lost)
+            return None
+        self._measure(work, started_s, self._clock(), bool(streamed))
+        ends = np.cumsum([sum(part.wanted for part in item.parts) for item in work])
+        return np.split(logits, ends[:-1])
+
+    def draw(self, request: Request, logits: Logits, now_s: float) -> Finish | None:  # [1 + drafted, vocab]
+        """Draw the next token, and those after it as long as the draft was right; why it is over, if it is."""
+        drawn: list[int] = []
+        over: Finish | None = None
+        for place, row in enumerate(logits):
+            token = request.sampler.sample(row, len(request.tokens))
+            if request.logprobs is not None:
+                request.logprobs.add(row, token)
+            said, over = request.append(token, now_s)
+            request.said.add(said)
+            self._totals.generated_tokens += 1
+            drawn.append(token)
+            if over is not None or place + 1 == len(logits) or token != request.draft.tokens[place]:
+                break
+            request.computed += 1
+            self._totals.right_drafts += 1
+        request.draft.learn(drawn)
+        return over
+
+    def _measure(self, work: list[Work], started_s: float, now_s: float, streamed: bool) -> None:
+        if streamed:
+            self._lost_steps = 0
+        decode_rows = sum(item.rows for item in work if item.decodes)
+        prefill_rows = sum(item.rows for item in work if not item.decodes)
+        drafted_rows = sum(item.chunk.count - 1 for item in work if item.decodes)
+        if drafted_rows:
+            self._totals.drafted_tokens += drafted_rows
+            self.speculator.measure(now_s - started_s, self.rates.decode_s, drafted_rows)
+        else:
+            self.rates = self.rates.after(now_s - started_s, decode_rows, prefill_rows)
+        self._totals.steps += 1
+        self._totals.step_s += now_s - started_s
+        self._totals.prefill_rows += prefill_rows
+        if prefill_rows and not decode_rows and not streamed:
+            positions = sum(item.chunk.count * (item.chunk.start + item.chunk.count / 2) for item in work)
+            self._estimator.add(prefill_rows, positions / prefill_rows, now_s - started_s)
+            self._pager.residency.cost = self._estimator.cost
+
+    def _lose(self, lost: StagingLost) -> None:
+        """A step could not be computed: its requests compute what was lost once more."""
+        self._totals.lost_steps += 1
+        self._lost_steps += 1
+        log.warning("a step found %d streamed pages missing: %s", len(lost.keys), lost)
+        self._pager.tables.lose(lost, self._pager.leases)
+        if self._lost_steps >= MAX_LOST_STEPS:
+            self._pager.writeback.turn_off(f"{self._lost_steps} steps in a row could not read their pages: {lost}")
+
+
+def _parts(request: Request, chunk: Chunk) -> list[Part]:
+    """The rows of a chunk, without their pages."""
+    beams, start, lease = request.beams, chunk.start, request.lease
+    assert lease is not None  # the plan has chunks only for requests in PREFILL and DECODE
+    nowhere = lease.table[:0]
+    if beams is not None and beams.forked:
+        newest = zip(beams.leases, beams.newest, strict=True)
+        return [Part(branch, [token], start, 1, nowhere, []) for branch, token in newest]
+    known = request.tokens[start : start + chunk.count]
+    drafted = request.draft.tokens[: chunk.count - len(known)]
+    wanted = 1 + len(drafted) if chunk.sample else 0
+    return [Part(lease, [*known, *drafted], start, wanted, nowhere, [])]
+
+
+def _end(part: Part) -> int:
+    return part.start + len(part.tokens)

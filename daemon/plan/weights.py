@@ -1,0 +1,76 @@
+"""The memory calculator's half about weights: bytes of each record, by format, as `tierd pull` would write it.
+
+The sizes of packed matrices are those of `kernels.packing`, the order and padding those of `models.records`; numpy is
+imported with them, so this is for commands and not for the front.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierd.daemon.plan.shape import Matrix, Shape
+
+if TYPE_CHECKING:
+    from tierd.daemon.models.catalog import Manifest
+
+_RECORD_ALIGN_BYTES = 4096
+_TENSOR_ALIGN_BYTES = 64
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of the records. `head` is 0 where it is the embedding."""
+
+    embed: int
+    layers: tuple[int, ...]
+    final: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All of them: the size of `weights.bin`."""
+        return self.embed + sum(self.layers) + self.final + self.head
+
+    @property
+    def outside(self) -> int:
+        """What is not a layer."""
+        return self.embed + self.final + self.head
+
+    @property
+    def head_read(self) -> int:
+        """What computing logits reads."""
+        return self.head or self.embed
+
+
+def weight_bytes(shape: Shape, format: str) -> WeightBytes:
+    """Bytes of the records in a weight format. Raises ValueError for a format that `kernels.packing` doesn't know."""
+    table = _record(shape, [Matrix("table", shape.vocab, shape.hidden)], [], format)
+    return WeightBytes(
+        embed=table,
+        layers=tuple(_record(shape, layer.matrices, layer.vectors, format) for layer in shape.layers),
+        final=_record(shape, [], [shape.hidden], format),
+        head=0 if shape.tied else table,
+    )
+
+
+def prepared_bytes(manifest: Manifest) -> WeightBytes:
+    """The same of a prepared model: what its manifest says."""
+    found = {record.name: record.bytes for record in manifest.records}
+    layers = tuple(found[f"layer.{index}"] for index in range(manifest.spec.num_layers))
+    return WeightBytes(found["embed"], layers, found["final"], found.get("head", 0))
+
+
+def _record(shape: Shape, matrices: tuple[Matrix, ...] | list[Matrix], vectors: tuple[int, ...] | list[int],
+            format: str) -> int:  # fmt: skip
+    sizes = [_matrix_bytes(format, matrix.rows, matrix.cols) for matrix in matrices for _ in range(matrix.copies)]
+    sizes += [4 * length for length in vectors]
+    total = sum(-(-size // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES for size in sizes)
+    return -(-total // _RECORD_ALIGN_BYTES) * _RECORD_ALIGN_BYTES
+
+
+def _matrix_bytes(format: str, rows: int, cols: int) -> int:
+    from tierd.kernels.packing import GROUP_COLS, WeightFormat, packed_bytes  # numpy
+
+    kind = WeightFormat(format)
+    if kind in (WeightFormat.INT8_G32, WeightFormat.INT4_G32) and cols % GROUP_COLS:
+        kind = WeightFormat.INT8  # as `models.weights.choose_format` does
+    return packed_bytes(kind, rows, cols)

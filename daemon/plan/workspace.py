@@ -1,0 +1,135 @@
+"""Bytes that an engine on the CPU takes, exactly, beside its weights: arenas, tables, scratch, store.
+
+The formulas are those of `daemon.engine.assemble` and `kernels.cpu.step`; a test builds the real thing and compares.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tierd.daemon.models.spec import ModelSpec
+from tierd.kernels.layout import PageLayout
+
+MIN_PREFILL_ROWS = 4  # daemon.engine.scheduler
+SLOT_BLOCK_BYTES = 4096  # tiers.slot: a slot is whole blocks
+SLOT_FIXED_BYTES = 120  # of a slot's header
+SLOT_CHECKSUM_BYTES = 8  # of each section, of the record, and of the header itself
+STAGE_READ_BYTES = 128 << 10  # tiers.staging: of one page at a time
+STAGES = 2
+# Of kernels.cpu, which can't be imported here (numba): rows of a panel, tokens of a step of attention, a cache line, a
+# thread's tile of weights; phases of a layer, around the layers, and their bytes; bytes of 32 quantized numbers.
+_PANEL_ROWS, _STEP_TOKENS, _LINE_BYTES, _TILE_BYTES = 16, 32, 64, 23040
+_PHASES_PER_LAYER, _PHASES_AROUND, _PHASE_BYTES = 14, 4, 128
+_GROUP, _QUANTIZED_GROUP_BYTES = 32, 80
+
+
+class EngineBytes(NamedTuple):
+    """What an engine allocates. Slots count pages; the ring is there only while pages are streamed."""
+
+    page: int
+    device_slots: int
+    host_slots: int
+    store_slots: int
+    device: int
+    host: int
+    store: int  # on disk, when it is full
+    tables: int  # cos and sin of every position
+    scratch: int  # of a pass
+    vectors: int  # norms and biases, copied
+    logits: int  # of a step in which every stream draws a token
+
+    @property
+    def workspace(self) -> int:
+        """Memory beside weights and arenas."""
+        return self.tables + self.scratch + self.vectors + self.logits
+
+
+def engine_bytes(
+    spec: ModelSpec, *, kv_format: str, device_bytes: int, host_bytes: int, nvme_bytes: int, context: int,
+    max_batch: int, max_streams: int, threads: int,
+) -> EngineBytes:  # fmt: skip
+    """The bytes of an engine with these settings. `context` 0: the model's own."""
+    layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, kv_format)
+    page = layout.record_bytes
+    device_slots, host_slots = device_bytes // page, host_bytes // page
+    slot = slot_bytes(layout)
+    store_slots = nvme_bytes // slot if nvme_bytes >= page else 0
+    capacity_tokens = (device_slots + host_slots + store_slots) * layout.page_tokens
+    positions = min(context or spec.context, capacity_tokens)
+    max_rows = max(max_batch, max_streams + MIN_PREFILL_ROWS)
+    return EngineBytes(
+        page=page,
+        device_slots=device_slots,
+        host_slots=host_slots,
+        store_slots=store_slots,
+        device=device_slots * page,
+        host=host_slots * page,
+        store=store_slots * slot,
+        tables=2 * positions * (spec.head_dim // 2) * 4,
+        scratch=scratch_bytes(spec, max_rows, threads),
+        vectors=vector_bytes(spec),
+        logits=max_streams * padded(spec.vocab) * 4,
+    )
+
+
+def slot_bytes(layout: PageLayout) -> int:
+    """Bytes of a slot of the store: its header, and the record."""
+    header = SLOT_FIXED_BYTES + SLOT_CHECKSUM_BYTES * (2 + layout.num_layers)
+    return _up(header, SLOT_BLOCK_BYTES) + _up(layout.record_bytes, SLOT_BLOCK_BYTES)
+
+
+def ring_bytes(layout: PageLayout, streamed_pages: int) -> int:
+    """Memory of the staging ring for so many streamed pages."""
+    sections = min(max(1, STAGE_READ_BYTES // layout.layer_bytes), layout.num_layers)
+    stages = min(STAGES, -(-layout.num_layers // sections))
+    span = sections * layout.layer_bytes
+    if layout.layer_bytes % SLOT_BLOCK_BYTES:
+        span = _up(span + SLOT_BLOCK_BYTES - 1, SLOT_BLOCK_BYTES)  # a section starts anywhere in a block
+    return stages * streamed_pages * span
+
+
+def scratch_bytes(spec: ModelSpec, max_rows: int, threads: int) -> int:
+    """What `CpuDecoder` keeps to compute with."""
+    attended = spec.heads * spec.head_dim
+    fused = attended + 2 * spec.kv_heads * spec.head_dim
+    widths = (spec.hidden, spec.hidden, spec.hidden, fused, attended, 2 * spec.intermediate, spec.intermediate)
+    quantized = -(-max(spec.hidden, attended, spec.intermediate) // _GROUP) * _QUANTIZED_GROUP_BYTES
+    strides = [*(4 * padded(width) for width in widths), quantized]
+    buffers = sum(max_rows * _odd_lines(stride) + _LINE_BYTES for stride in strides)
+    group = spec.heads // spec.kv_heads
+    queries = max(24 if spec.head_dim <= 64 else 12, group)
+    attention = 4 * (
+        2 * _STEP_TOKENS * spec.head_dim + queries * (spec.head_dim + _STEP_TOKENS) + 2 * queries * (spec.head_dim + 2)
+    )
+    phases = (_PHASES_PER_LAYER * spec.num_layers + _PHASES_AROUND) * _PHASE_BYTES + _LINE_BYTES
+    return buffers + threads * (_up(attention, _LINE_BYTES) + _TILE_BYTES) + _LINE_BYTES + phases
+
+
+def vector_bytes(spec: ModelSpec) -> int:
+    """Norms and biases, each filled up to whole panels."""
+    fused = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    layer = 2 * padded(spec.hidden)
+    layer += padded(fused) * spec.qkv_bias + padded(spec.hidden) * spec.o_bias
+    layer += 2 * padded(spec.head_dim) * spec.qk_norm
+    layer += (padded(2 * spec.intermediate) + padded(spec.hidden)) * spec.mlp_bias
+    return 4 * (spec.num_layers * layer + padded(spec.hidden))
+
+
+def sums_bytes(spec: ModelSpec, cut_rows: int, tokens: int) -> int:
+    """Attention's sums of a pass whose longest row sees `tokens` tokens; they grow with what passes need."""
+    return cut_rows * spec.heads * math.ceil(tokens / 256) * (4 * spec.head_dim + 64) + 64
+
+
+def padded(count: int) -> int:
+    """Up to whole panels of rows."""
+    return -(-count // _PANEL_ROWS) * _PANEL_ROWS
+
+
+def _odd_lines(row_bytes: int) -> int:
+    lines = -(-row_bytes // _LINE_BYTES)
+    return _LINE_BYTES * (lines + 1 - lines % 2)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,223 @@
+"""The weights of a decoder as its launches find them: a record of addresses for each layer, and parts of a matrix.
+
+A layer lies in memory for good, or comes into one of several places for each pass. Every place that it can lie in is
+described once, so that naming it to a launch costs a copy of some hundred bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.kernels.cpu.forward import LAYER
+from tierd.kernels.cpu.matmul import MATRIX, describe_matrix
+from tierd.kernels.packing import PANEL_ROWS, PackedMatrix, WeightFormat, packed_bytes, panels, sections
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Sizes of a decoder. `windows` holds one entry a layer: how many tokens a row sees, 0 for all."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    norm_eps: float
+    qk_norm: bool
+    windows: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not share {self.kv_heads} kv heads evenly")
+        if self.head_dim % PANEL_ROWS:
+            raise ValueError(f"head_dim must be a multiple of {PANEL_ROWS}, got {self.head_dim}")
+        if len(self.windows) != self.num_layers or min(self.windows) < 0:
+            raise ValueError(f"windows needs {self.num_layers} entries of at least 0, got {self.windows}")
+
+    @property
+    def qkv_rows(self) -> int:
+        """Outputs of the fused query, key and value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. `gate_up` holds the gate's rows first, then those of up; a bias or norm that is absent is None."""
+
+    attn_norm: Floats  # [hidden]
+    qkv: PackedMatrix  # queries, keys, values
+    o: PackedMatrix
+    mlp_norm: Floats  # [hidden]
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    qkv_bias: Floats | None = None
+    q_norm: Floats | None = None  # [head_dim]
+    k_norm: Floats | None = None  # [head_dim]
+    o_bias: Floats | None = None
+    gate_up_bias: Floats | None = None
+    down_bias: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLayer:
+    """A layer in one place, as `WeightTable.describe` makes it. Keeps alive what it points into."""
+
+    index: int
+    record: NDArray[Any]  # LAYER [1]
+    vectors: list[tuple[Floats, Floats]]  # (copy filled up to whole panels, where the values come to lie)
+    weights: LayerWeights
+
+
+class Part(NamedTuple):
+    """Some panels of a matrix. Whoever makes it keeps their bytes where they are until the launch is over."""
+
+    first_panel: int
+    matrix: NDArray[Any]  # MATRIX [1]
+
+
+class Rows(NamedTuple):
+    """The rows of the embedding that a pass needs, gathered: `tokens` [rows] count rows of `matrix`."""
+
+    tokens: Ints
+    matrix: NDArray[Any]  # MATRIX [1]
+
+
+class WeightTable:
+    """The record of each layer that a launch reads. Layers that are not there are put before each launch of theirs."""
+
+    def __init__(self, shape: DecoderShape, layers: Sequence[LayerWeights | None]) -> None:
+        if len(layers) != shape.num_layers:
+            raise ValueError(f"expected {shape.num_layers} layers, got {len(layers)}")
+        self._shape = shape
+        self.records = np.zeros(shape.num_layers, LAYER)
+        self._resident: list[PlacedLayer | None] = [None] * shape.num_layers
+        for index, layer in enumerate(layers):
+            if layer is not None:
+                self.keep(self.describe(index, layer))
+
+    def describe(self, index: int, layer: LayerWeights) -> PlacedLayer:
+        """A layer whose bytes lie there, or will. Raises ValueError for one that does not fit the shape.
+
+        Values of vectors are taken over by `put`; those of matrices are read in place.
+        """
+        shape = self._shape
+        attended = shape.heads * shape.head_dim
+        placed = PlacedLayer(index, np.zeros(1, LAYER), [], layer)
+        record = placed.record[0]
+        record["window"] = shape.windows[index]
+        record["attn_norm"] = _vector(placed, "attn_norm", layer.attn_norm, shape.hidden)
+        record["mlp_norm"] = _vector(placed, "mlp_norm", layer.mlp_norm, shape.hidden)
+        if (layer.q_norm is not None) != shape.qk_norm or (layer.k_norm is not None) != shape.qk_norm:
+            raise ValueError(f"qk_norm is {shape.qk_norm}, the layer's q_norm and k_norm say otherwise")
+        record["q_norm"] = _vector(placed, "q_norm", layer.q_norm, shape.head_dim)
+        record["k_norm"] = _vector(placed, "k_norm", layer.k_norm, shape.head_dim)
+        for name, rows, cols in (
+            ("qkv", shape.qkv_rows, shape.hidden),
+            ("o", shape.hidden, attended),
+            ("gate_up", 2 * shape.intermediate, shape.hidden),
+            ("down", shape.hidden, shape.intermediate),
+        ):
+            describe_checked(name, getattr(layer, name), rows, cols, record[name])
+            record[name]["bias"] = _vector(placed, f"{name}_bias", getattr(layer, f"{name}_bias"), rows)
+        return placed
+
+    def put(self, placed: PlacedLayer) -> None:
+        """The next launches find the layer there; its bytes have come."""
+        for copy, source in placed.vectors:
+            copy[: len(source)] = source
+        self.records[placed.index] = placed.record[0]
+
+    def keep(self, placed: PlacedLayer) -> None:
+        """The layer stays there."""
+        self.put(placed)
+        self._resident[placed.index] = placed
+
+    def forget(self, index: int) -> None:
+        """The layer has no place of its own any more."""
+        self._resident[index] = None
+
+    def is_resident(self, index: int) -> bool:
+        """Whether the layer has a place of its own."""
+        return self._resident[index] is not None
+
+    def require_all(self) -> None:
+        """Raises ValueError unless every layer has a place of its own."""
+        missing = [index for index, placed in enumerate(self._resident) if placed is None]
+        if missing:
+            raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
+
+
+def describe_checked(name: str, matrix: PackedMatrix, rows: int, cols: int, record: np.void) -> None:
+    """Fills a MATRIX record. Raises ValueError for a matrix of another shape."""
+    if (matrix.rows, matrix.cols) != (rows, cols):
+        raise ValueError(f"{name} must be {rows} x {cols}, got {matrix.rows} x {matrix.cols}")
+    describe_matrix(matrix, record)
+
+
+def check_rows(rows: Rows, count: int) -> None:
+    """Raises ValueError unless there is a row of the gathered embedding for each of `count` tokens."""
+    if rows.tokens.dtype != np.int32 or rows.tokens.shape != (count,) or not rows.tokens.flags.c_contiguous:
+        raise ValueError(f"{count} tokens, but {rows.tokens.dtype} {rows.tokens.shape} rows of the embedding")
+    there = int(rows.matrix[0]["panels"]) * PANEL_ROWS
+    if count and int(rows.tokens.view(np.uint32).max()) >= there:
+        raise ValueError(f"rows of the embedding must lie in 0..{there - 1}, got up to {rows.tokens.max()}")
+
+
+def describe_panels(format: WeightFormat, num_panels: int, cols: int, addresses: Sequence[int]) -> NDArray[Any]:
+    """A MATRIX [1] of panels whose sections lie apart, at these addresses, in the order of `panel_sections`."""
+    rows = num_panels * PANEL_ROWS
+    # The block is never touched: it only has the size that the description is checked against.
+    whole = PackedMatrix(format, rows, cols, np.empty(packed_bytes(format, rows, cols), np.uint8))
+    record = np.zeros(1, MATRIX)
+    describe_matrix(whole, record[0])
+    record["scales"] = record["minimums"] = addresses[0]  # those of absent sections are not read
+    for (name, _, _), address in zip(panel_sections(format, rows, cols), addresses, strict=True):
+        record[name] = address
+    return record
+
+
+def panel_sections(format: WeightFormat, rows: int, cols: int) -> list[tuple[str, int, int]]:
+    """(name, offset, bytes of a panel) of each section of a packed matrix that has any bytes."""
+    at, count = sections(format, rows, cols), panels(rows)
+    found = [
+        ("quants", 0, at.quants_bytes // count),
+        ("scales", at.scales_offset, at.scales_bytes // count),
+        ("minimums", at.minimums_offset, at.minimums_bytes // count),
+    ]
+    return [section for section in found if section[2]]
+
+
+def padded(count: int) -> int:
+    """Rounded up to whole panels."""
+    return -(-count // PANEL_ROWS) * PANEL_ROWS
+
+
+def padded_vector(name: str, vector: Floats, length: int) -> Floats:
+    """A copy filled up with zeros to whole panels. Raises ValueError for another length."""
+    if vector.shape != (length,):
+        raise ValueError(f"{name} needs {length} values, got shape {vector.shape}")
+    copy = np.zeros(padded(length), np.float32)
+    copy[:length] = vector
+    return copy
+
+
+def _vector(placed: PlacedLayer, name: str, vector: Floats | None, length: int) -> int:
+    """Address of the copy that `put` fills, 0 for None."""
+    if vector is None:
+        return 0
+    copy = padded_vector(name, vector, length)
+    placed.vectors.append((copy, vector))
+    return copy.ctypes.data

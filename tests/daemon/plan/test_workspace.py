@@ -1,0 +1,79 @@
+"""Predicted bytes are those that the engine allocates; when this fails, daemon/plan/workspace.py has to follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.daemon.engine.live import Live
+from tests.daemon.plan.decoders import allocated_bytes
+from tierd.daemon.models.catalog import load_manifest
+from tierd.daemon.models.placement import place
+from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.plan.workspace import engine_bytes, ring_bytes, scratch_bytes, vector_bytes
+from tierd.kernels.layout import PageLayout
+
+RECORDS_BYTES = 8192  # in which the kernels find all that: a job, and a record a layer
+SPEC = ModelSpec(
+    family="llama", num_layers=3, hidden=72, intermediate=100, heads=6, kv_heads=2, head_dim=16, vocab=101, context=512,
+    norm_eps=1e-5, tied=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"qkv_bias": True}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+     {"head_dim": 128, "heads": 32, "kv_heads": 2}],
+)  # fmt: skip
+def test_scratch_and_vectors_of_a_decoder(change: dict[str, object]) -> None:
+    spec = msgspec.structs.replace(SPEC, **change)
+    for rows, threads in ((64, 1), (300, 2)):
+        found = allocated_bytes(spec, rows, threads)
+        wanted = scratch_bytes(spec, rows, threads) + vector_bytes(spec)
+        assert wanted <= found <= wanted + RECORDS_BYTES
+
+
+@pytest.mark.parametrize("weights", [None, 40 << 20])
+def test_a_whole_engine(model_dir: Path, tmp_path: Path, weights: int | None) -> None:
+    manifest = load_manifest(model_dir)
+    spec = manifest.spec
+    with Live(model_dir, tmp_path / "kv", device=9, host=5, nvme=7, context=256, weights_bytes=weights) as live:
+        config, engine = live.config, live.engine
+        found = engine_bytes(
+            spec, kv_format="fp32", device_bytes=config.device_bytes, host_bytes=config.host_bytes,
+            nvme_bytes=config.nvme_bytes, context=256, max_batch=config.max_batch_rows, max_streams=config.max_streams,
+            threads=2,
+        )  # fmt: skip
+        pager, store = engine.pager, engine.pager.store
+        assert store is not None
+        assert found.device_slots == pager.device.slots and found.host_slots == pager.host.slots
+        assert found.device == pager.device.slots * pager.device.record_bytes
+        assert found.host == pager.host.slots * pager.host.record_bytes
+        assert found.store_slots == store.capacity_slots
+        assert found.store == store.capacity_slots * store.geometry.slot_bytes
+        assert found.tables == 2 * 256 * 32 * 4
+        placed = place(manifest, weights, max(config.max_batch_rows, config.max_streams + 4))
+        assert engine.weights.memory_bytes == placed.memory_bytes
+        assert (weights is None) == (placed.streamed_bytes == 0)
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp16"])
+def test_the_ring_of_streamed_pages(format: str, tmp_path: Path) -> None:
+    from tierd.tiers.mover import Mover
+    from tierd.tiers.staging import Staging
+    from tierd.tiers.store import Store
+
+    layout = PageLayout(30, 3, 64, format)
+    store = Store.open(
+        tmp_path / "kv", record_bytes=layout.record_bytes, namespace=b"n" * 16, capacity_bytes=8 << 20,
+        sections=layout.num_layers, section_bytes=layout.layer_bytes,
+    )  # fmt: skip
+    mover = Mover(wake=lambda: None)
+    try:
+        staging = Staging(store, mover, layout.num_layers, layout.layer_bytes)
+        assert staging.bytes_for(11) == ring_bytes(layout, 11)
+    finally:
+        mover.close()
+        store.close()

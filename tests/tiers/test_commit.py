@@ -1,0 +1,101 @@
+"""Pages that another lease computed since: taken over by a lease that was to compute them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiers.fakes import MemoryStore, Rig
+from tierd.tiers.page import Tier
+
+A = list(range(1, 14))  # three full pages and one token
+
+
+def test_a_lease_goes_on_with_pages_that_another_one_computed() -> None:
+    rig = Rig()
+    first, second = rig.start(A), rig.start(A)
+    assert rig.pager.adopt(second, A) == 0
+    rig.grow(first, A[:8], 0)
+    assert rig.pager.adopt(second, A) == 2
+    assert second.ready and second.num_tokens == second.reached == 8 and second.hit_device == 8
+    rig.check()
+    rig.grow(first, A, 8)
+    assert rig.pager.adopt(second, A) == 1
+    rig.expect(second, A[:12])
+    rig.pager.release(first, A)
+    rig.grow(second, A, 12)
+    rig.expect(second, A)
+    rig.pager.release(second, A)
+    rig.check()
+    rig.close()
+
+
+def test_the_last_token_is_left_to_compute() -> None:
+    rig = Rig()
+    first, second = rig.start(A[:8]), rig.start(A[:8])
+    rig.grow(first, A[:8], 0)
+    assert rig.pager.adopt(second, A[:8]) == 1
+    rig.check()
+    rig.close()
+
+
+def test_a_page_half_written_gives_way() -> None:
+    rig = Rig()
+    first, second = rig.start(A), rig.start(A)
+    rig.grow(second, A[:6], 0)
+    rig.grow(first, A, 0)
+    free = rig.device.num_free
+    assert rig.pager.adopt(second, A) == 2
+    assert rig.device.num_free == free + 1
+    assert second.num_tokens == 8  # it computed the first four itself, and then what it had of the second page is void
+    rig.expect(second, A[:12])
+    rig.check()
+    rig.close()
+
+
+def test_tokens_of_a_copied_tail_are_counted_once() -> None:
+    rig = Rig()
+    rig.serve(A[:6])
+    second = rig.start([*A[:12], 99])
+    assert second.num_tokens == 6
+    first = rig.start(A)
+    rig.grow(first, A, 6)
+    assert rig.pager.adopt(second, [*A[:12], 99]) == 2
+    assert second.num_tokens == 12
+    rig.check()
+    rig.close()
+
+
+def test_nothing_is_taken_over_from_another_salt_or_other_tokens() -> None:
+    rig = Rig()
+    first = rig.start(A)
+    rig.grow(first, A, 0)
+    other = rig.start(A, b"other")
+    assert rig.pager.adopt(other, A) == 0
+    apart = rig.start([99, *A])
+    assert rig.pager.adopt(apart, [99, *A]) == 0
+    rig.check()
+    rig.close()
+
+
+def test_only_pages_in_memory_are_taken_over() -> None:
+    rig = Rig(store=MemoryStore())
+    second = rig.start(A)
+    first = rig.start(A)
+    rig.grow(first, A, 0)
+    rig.pager.release(first, A)
+    rig.settle()
+    for node in list(rig.pager.index.nodes.values()):
+        assert node.durable
+        rig.pager.residency.evict(node, Tier.DEVICE)
+    assert rig.pager.adopt(second, A) == 0  # a look-up would load them; nobody waits for that here
+    rig.check()
+    rig.close()
+
+
+def test_of_a_lease_that_ended_nothing_is_taken() -> None:
+    rig = Rig()
+    lease = rig.start(A)
+    rig.pager.release(lease, [])
+    with pytest.raises(ValueError, match="has ended"):
+        rig.pager.adopt(lease, A)
+    rig.close()

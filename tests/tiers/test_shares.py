@@ -1,0 +1,162 @@
+"""What a tenant may keep in the cache."""
+
+from __future__ import annotations
+
+import random
+
+from tests.tiers.fakes import PAGE_TOKENS, MemoryStore, Rig
+from tierd.tiers.keys import salted_root
+from tierd.tiers.shares import MAX_ROOTS
+
+A = list(range(1, 13))  # three full pages
+B = list(range(101, 113))
+C = list(range(201, 213))
+TENANT = b"key:1"
+
+
+class TenantRig(Rig):
+    """A rig whose requests come from one tenant with a bound, unless a test says otherwise."""
+
+    quota_pages = 4
+
+    def serve(self, tokens, salt=TENANT):
+        plain = self.pager.match
+        quota_pages = self.quota_pages if salt.startswith(TENANT) else 0
+        self.pager.match = lambda t, s=b"": plain(t, s, tenant=TENANT if quota_pages else s, quota_pages=quota_pages)
+        try:
+            return super().serve(tokens, salt)
+        finally:
+            del self.pager.match
+
+    def known(self, salt=TENANT) -> int:
+        """Pages below a root."""
+        stack, count = [salted_root(self.pager.root, salt)], 0
+        while stack:
+            for child in self.pager.index.children(stack.pop()):
+                count += 1
+                stack.append(child.key)
+        return count
+
+
+def test_no_more_is_kept_than_the_bound() -> None:
+    rig = TenantRig(device=16, host=0)
+    for first in range(0, 2000, 100):
+        rig.serve(list(range(first, first + 12)))
+        assert rig.known() <= 4
+    rig.settle()
+    assert rig.pager.shares.forgotten == 20 * 3 - 4
+    rig.check()
+    rig.close()
+
+
+def test_what_was_used_last_stays_and_a_sequence_loses_its_end_first() -> None:
+    rig = TenantRig(device=16, host=0)
+    rig.serve(A)
+    rig.serve(B)  # six pages: two of A go, from its end
+    assert rig.serve([*A, 99]) == PAGE_TOKENS
+    rig.close()
+
+
+def test_a_bound_is_one_tenants_alone() -> None:
+    rig = TenantRig(device=32, host=0)
+    rig.serve(A, b"")
+    rig.serve(B, b"other")
+    for first in range(1000, 2000, 100):
+        rig.serve(list(range(first, first + 12)))
+    assert rig.serve([*A, 99], b"") == 12 and rig.serve([*B, 99], b"other") == 12
+    rig.close()
+
+
+def test_a_request_may_have_more_while_it_runs() -> None:
+    rig = TenantRig(device=16, host=0)
+    lease = rig.pager.match(A, TENANT, tenant=TENANT, quota_pages=1)
+    rig.pager.fetch(lease, 1e9)
+    rig.grow(lease, A, 0, TENANT)
+    assert rig.known() == 3
+    rig.expect(lease, A, TENANT)
+    rig.pager.release(lease, A)
+    assert rig.known() == 1
+    rig.close()
+
+
+def test_pages_of_a_lease_and_pinned_ones_stay() -> None:
+    rig = TenantRig(device=16, host=0)
+    rig.serve(A)
+    lease = rig.pager.match([*A, 1], TENANT, tenant=TENANT, quota_pages=1)
+    rig.serve(B)
+    assert lease.num_tokens == 12 and rig.known() >= 3
+    rig.pager.release(lease, A)
+    kept = rig.pager.index.nodes[rig.pager.chain([*A, 1], TENANT)[0]]
+    kept.kept = True
+    rig.quota_pages = 1
+    rig.serve(C)
+    assert kept.alive and rig.known() == 1
+    rig.close()
+
+
+def test_pages_on_their_way_to_the_store_go_when_they_have_arrived() -> None:
+    store = MemoryStore()
+    rig = TenantRig(device=16, host=0, store=store)
+    rig.quota_pages = 2
+    for first in range(0, 500, 100):
+        rig.serve(list(range(first, first + 12)))
+        rig.poll()
+    rig.settle()
+    assert rig.known() == 2 and len(store.rows) == 2
+    rig.check()
+    rig.close()
+
+
+def test_pages_from_before_a_restart_count_again() -> None:
+    store = MemoryStore()
+    rig = TenantRig(device=16, host=0, store=store)
+    rig.serve(A)
+    rig.settle()
+    rig.close()
+    rig = TenantRig(device=16, host=0, store=store)
+    assert rig.known() == 3
+    rig.serve(B)
+    rig.settle()
+    assert rig.known() == 4
+    rig.close()
+
+
+def test_salts_of_a_tenant_share_one_bound() -> None:
+    rig = TenantRig(device=32, host=0)
+    salts = [TENANT + bytes([number]) for number in range(6)]
+    for salt in salts:
+        rig.serve(A, salt)
+    assert sum(rig.known(salt) for salt in salts) == 4
+    rig.close()
+
+
+def test_without_a_bound_nothing_is_counted_any_more() -> None:
+    rig = TenantRig(device=32, host=0)
+    rig.serve(A)
+    rig.quota_pages = 0
+    rig.serve(B)
+    assert all(node.share is None for node in rig.pager.index.nodes.values())
+    rig.serve(C)
+    assert rig.known() == 9
+    rig.close()
+
+
+def test_roots_that_are_remembered_have_a_bound() -> None:
+    rig = TenantRig(device=16, host=0)
+    for number in range(MAX_ROOTS + 10):
+        share = rig.pager.shares.of(TENANT, 4, salted_root(rig.pager.root, str(number).encode()))
+    assert share is not None and len(share.roots) == MAX_ROOTS
+    rig.close()
+
+
+def test_random_requests_of_three_tenants() -> None:
+    rng, rig = random.Random(5), TenantRig(device=24, host=8, store=MemoryStore())
+    for _ in range(300):
+        salt = rng.choice([TENANT, b"", b"other"])
+        first = rng.randrange(12) * 100
+        rig.serve(list(range(first, first + rng.randrange(2, 24))), salt)
+        if rng.random() < 0.2:
+            rig.settle()
+            rig.check()
+            assert rig.known() <= 4
+    rig.close()

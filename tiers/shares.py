@@ -1,0 +1,108 @@
+"""How much of the cache each tenant may keep: a bound on the known pages under a tenant's roots, in all tiers together.
+
+A page counts from the moment it is known. While a request runs its pages stay, whatever their number: they are bounded
+by the memory, and by how many requests a tenant may have. What is over the bound is forgotten as soon as no lease needs
+it: pages that were used the longest ago first, and of one sequence the last ones first. Pages that the user pinned
+count, and stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tierd.tiers.page import PageKey
+from tierd.tiers.prefix import Node
+from tierd.tiers.residency import Residency
+
+MAX_ROOTS = 1024  # of a tenant that are remembered as looked through
+
+
+class Share:
+    """The pages of one tenant. `quota_pages`: how many they may be."""
+
+    __slots__ = ("nodes", "quota_pages", "roots")
+
+    def __init__(self, quota_pages: int) -> None:
+        self.quota_pages = quota_pages
+        self.nodes: dict[PageKey, Node] = {}  # those that may go first come first
+        self.roots: dict[PageKey, None] = {}  # below these every page is in `nodes`
+
+    def take(self, node: Node) -> None:
+        """Counts the page, and has it go last of all."""
+        self.nodes.pop(node.key, None)
+        self.nodes[node.key] = node
+        node.share = self
+
+    def lose(self, node: Node) -> None:
+        """The page is not known any more."""
+        self.nodes.pop(node.key, None)
+        node.share = None
+
+
+class Shares:
+    """Not thread-safe: only the pager's thread calls it. Tenants without a bound cost nothing."""
+
+    def __init__(self, residency: Residency) -> None:
+        self.forgotten = 0  # pages that went because of a bound
+        self._residency = residency
+        self._shares: dict[bytes, Share] = {}
+
+    def of(self, tenant: bytes, quota_pages: int, root: PageKey) -> Share | None:
+        """The share of a tenant who asks for pages below `root`; None without a bound.
+
+        Pages that are there from before (an engine finds those of the store at its start) are counted now.
+        """
+        if quota_pages <= 0:
+            if (share := self._shares.pop(tenant, None)) is not None:
+                share.quota_pages = sys.maxsize  # leases that began before may still hold it
+                for node in list(share.nodes.values()):
+                    share.lose(node)
+            return None
+        share = self._shares.get(tenant)
+        if share is None:
+            share = self._shares[tenant] = Share(quota_pages)
+        share.quota_pages = quota_pages
+        if root not in share.roots:
+            self._adopt(share, root)
+            while len(share.roots) >= MAX_ROOTS:
+                del share.roots[next(iter(share.roots))]
+            share.roots[root] = None
+        return share
+
+    def used(self, share: Share | None, nodes: Sequence[Node]) -> None:
+        """A lease on these pages, in the order of their tokens, has begun or has ended."""
+        if share is not None:
+            for node in reversed(nodes):
+                if node.alive:
+                    share.take(node)
+
+    def trim(self, share: Share | None) -> int:
+        """Forgets what is over the bound and idle; how many pages went."""
+        if share is None:
+            return 0
+        index, residency, gone = self._residency.index, self._residency, 0
+        if len(share.nodes) > share.quota_pages:
+            # In this order a page comes after those that follow it, so one walk takes a sequence from its end.
+            for node in list(share.nodes.values()):
+                if not node.kept and residency.is_idle(node) and not index.children(node.key):
+                    residency.forget(node)
+                    gone += 1
+                    if len(share.nodes) <= share.quota_pages:
+                        break
+        self.forgotten += gone
+        return gone
+
+    def settle(self) -> bool:
+        """Goes on with what `trim` could not do, when copies in flight have arrived. True if pages went."""
+        return sum(self.trim(share) for share in self._shares.values()) > 0
+
+    def _adopt(self, share: Share, root: PageKey) -> None:
+        found: list[Node] = []
+        stack = [root]
+        while stack:
+            for child in self._residency.index.children(stack.pop()):
+                found.append(child)
+                stack.append(child.key)
+        for node in sorted(found, key=lambda node: (node.last_use_s, -node.depth)):
+            share.take(node)

@@ -13,7 +13,7 @@ from tierd.kernels.cpu import cache
 
 def test_changes_with_any_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpu").mkdir()
-    sources = [tmp_path / "cpu" / "a.py", tmp_path / "cpu" / "b.py", tmp_path / "layout.py", tmp_path / "packing.py"]
+    sources = [tmp_path / name for name in ("cpu/a.py", "cpu/b.py", "bits.py", "layout.py", "packing.py")]
     for source in sources:
         source.write_text("1")
     monkeypatch.setattr(cache, "_HERE", tmp_path / "cpu")
@@ -22,7 +22,7 @@ def test_changes_with_any_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for source in sources:
         source.write_text("2")
         seen.add(cache.cache_directory(tmp_path))
-    assert len(seen) == 5 and all(directory.parent == tmp_path for directory in seen)
+    assert len(seen) == 6 and all(directory.parent == tmp_path for directory in seen)
 
 
 def test_needs_no_numba() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.counts import counted
 from tests.daemon.engine.live import Live
 from tests.daemon.engine.schemas import schema
 from tierd.daemon.protocol import Event, Format, Message, Sampling, Submit, Tool
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 PROMPTS = ("Invent one.", "Tell me about Rome.", "x", "Write a poem in \u65e5\u672c\u8a9e, no JSON please!", '{"a":')
 BATCH = 12
 MAX_TOKENS = 160
-PARTS = 12
+PARTS = counted(12, 3)
 PART = 42
 
 
@@ -82,7 +83,7 @@ def test_answers_fit_their_schemas(live: Live) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
-def test_500_answers_fit_their_schemas(live: Live, part: int) -> None:
+def test_many_answers_fit_their_schemas(live: Live, part: int) -> None:
     cut = 0
     for first in range(1000 + part * PART, 1000 + (part + 1) * PART, PART // 2):
         cut += check(live, range(first, first + PART // 2))

@@ -71,5 +71,6 @@ def test_a_prefix_of_another_tenant_takes_as_long_as_one_nobody_had(tmp_path: Pa
             assert hit >= PROMPT_TOKENS - 16
             own.append(took_ms)
     print(f"p = {kolmogorov_smirnov(theirs, unseen):.3f}; shared: {kolmogorov_smirnov(theirs, own):.3g}")
-    assert kolmogorov_smirnov(theirs, unseen) > 0.01
+    # Honest samples fall below 0.01 once in a hundred runs. Seen: 0.976 and 0.283; a real difference gives 1e-7.
+    assert kolmogorov_smirnov(theirs, unseen) > 0.0005
     assert kolmogorov_smirnov(theirs, own) < 0.01  # what is shared can be told: the measure would have seen it

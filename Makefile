@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?= smollm2:135m
+# Test processes beside each other.
+WORKERS ?= 2
 PROMPT ?=
 export PROMPT
 # Without a card nobody wants gigabytes of CUDA: the constraints file pins a CPU build of torch.
@@ -45,10 +47,10 @@ chat: $(VENV)/.run-ready
 	@$(BIN)/tierd run $(MODEL) $(if $(PROMPT),"$$PROMPT")
 
 test: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
-	$(TEST_ENV) $(BIN)/pytest -m "not long" --durations=15
+	$(TEST_ENV) $(BIN)/pytest -m "not long" -n $(WORKERS) --durations=15
 
 test-long: $(VENV)/.sdk-ready .cache/test-models/smollm2-135m/manifest.json
-	$(TEST_ENV) $(BIN)/pytest -m long --timeout=1800 --durations=15
+	$(TEST_ENV) $(BIN)/pytest -m long -n $(WORKERS) --timeout=1800 --durations=15
 
 # What failed last, once more and alone: tells a test that only a busy machine breaks from one that is broken.
 test-failed: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json

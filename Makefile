@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?= smollm2:135m
-# Test processes beside each other.
+# Test processes beside each other; those of the whole daemon run alone, for it weighs the disk against the processors.
 WORKERS ?= 2
 PROMPT ?=
 export PROMPT
@@ -47,7 +47,8 @@ chat: $(VENV)/.run-ready
 	@$(BIN)/tierd run $(MODEL) $(if $(PROMPT),"$$PROMPT")
 
 test: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
-	$(TEST_ENV) $(BIN)/pytest -m "not long" -n $(WORKERS) --durations=15
+	$(TEST_ENV) $(BIN)/pytest -m "not long" -n $(WORKERS) --durations=15 --ignore tests/test_system.py
+	$(TEST_ENV) $(BIN)/pytest -m "not long" tests/test_system.py
 
 test-long: $(VENV)/.sdk-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/pytest -m long -n $(WORKERS) --timeout=1800 --durations=15

@@ -268,7 +268,11 @@ class Rig:
         else:
             assert address == 0 and self.store is not None, f"position {position} is nowhere"
             record = np.empty(self.device.record_bytes, np.uint8)
-            self.store.read_into(lease.nodes[pages - 1].key, record)
+            key = lease.nodes[pages - 1].key
+            try:
+                self.store.read_into(key, record)
+            except PageLost as lost:
+                raise StagingLost([key], str(lost), {key: lost}) from None
         offset = position % PAGE_TOKENS * stride
         return record[offset : offset + stride]
 
@@ -320,11 +324,22 @@ class Rig:
         """A whole request: match, fetch, check, compute the rest, release. Returns the tokens that were cached."""
         lease = self.start(tokens, salt)
         cached, covered = lease.num_tokens, lease.skip(0)
-        self.expect(lease, tokens[:covered], salt)
+        self.expect_mended(lease, tokens[:covered], salt)
         self.grow(lease, tokens, covered, salt)
-        self.expect(lease, tokens, salt)
+        self.expect_mended(lease, tokens, salt)
         self.pager.release(lease, tokens)
         return cached
+
+    def expect_mended(self, lease: Lease, tokens: Sequence[int], salt: bytes = b"") -> None:
+        """As `expect`; streamed pages that can't be read are computed again, as by the engine."""
+        for _ in range(100):
+            try:
+                self.expect(lease, tokens, salt)
+                return
+            except StagingLost as lost:
+                self.pager.tables.lose(lost, self.pager.leases)
+                self.grow(lease, tokens, len(tokens), salt)
+        raise AssertionError("the pages are lost again and again")
 
     def check(self) -> None:
         findings = self.pager.check()

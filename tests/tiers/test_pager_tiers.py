@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.fakes import MemoryStore, Rig, delayed_copy, open_store
-from tierd.tiers.errors import StoreBroken, StoreFull
+from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 from tierd.tiers.mover import Mover
+from tierd.tiers.page import PageKey
 
 A = list(range(1, 13))  # three full pages
 B = list(range(101, 113))
@@ -254,4 +255,25 @@ def test_no_reader_sees_a_copy_that_has_not_arrived(seed: int) -> None:
         rig.check()
     rig.settle()
     rig.check()
+    rig.close()
+
+
+def test_a_streamed_page_that_is_lost_while_it_is_read_is_computed_again() -> None:
+    store = MemoryStore()
+    rig = Rig(device=2, host=0, store=store)
+    tokens = list(range(1, 17))  # four pages, of which memory holds two
+    rig.serve(tokens)
+    rig.settle()
+    left = [2]  # the page is lost when it is read as it is streamed, not when it is loaded
+
+    def fail(_key: PageKey) -> Exception | None:
+        left[0] -= 1
+        return PageLost(LostReason.KEY) if left[0] == 0 else None
+
+    store.fail_read = fail
+    rig.serve(tokens)
+    assert left[0] < 1
+    rig.settle()
+    rig.check()
+    assert rig.pager.statistics().leases == 0
     rig.close()

@@ -35,7 +35,9 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         self.before = termios.tcgetattr(slave)
         self._slave = slave
-        base = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLORTERM", "TERM")}
+        # COLUMNS and LINES would win over the size of the terminal; test processes beside each other have them.
+        own = ("NO_COLOR", "COLORTERM", "TERM", "COLUMNS", "LINES")
+        base = {name: value for name, value in os.environ.items() if name not in own}
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, "--replay", str(recording)], stdin=slave, stdout=slave, stderr=slave,
             env=base | {"PYTHONUTF8": "1"} | env, start_new_session=True,

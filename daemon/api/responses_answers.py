@@ -7,6 +7,7 @@ incomplete, failed. Codex takes a stream without that last one for broken.
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -182,7 +183,7 @@ class Teller:
         return item.name
 
 
-class _Open:
+class _Open(abc.ABC):
     """An item that is being told."""
 
     delta_name = ""
@@ -202,9 +203,9 @@ class _Open:
         """What is said before output_item.done."""
         yield from ()
 
+    @abc.abstractmethod
     def whole(self, text: str, status: str, logprobs: Any) -> OutputItem:
         """The item as it is now; empty when it was just added."""
-        raise NotImplementedError
 
 
 class _OpenMessage(_Open):

@@ -87,8 +87,13 @@ class Engine:
         self.resources.close()
 
 
-def build(config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int) -> Engine:
-    """Load everything. Raises TierdError of some kind when the model or the configuration does not allow it."""
+def build(
+    config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int, make_decoder: type[CpuDecoder] = CpuDecoder
+) -> Engine:
+    """Load everything. Raises TierdError of some kind when the model or the configuration does not allow it.
+
+    `make_decoder`: the decoder, or one that watches it.
+    """
     directory = Path(config.model_dir)
     try:
         manifest = load_manifest(directory)
@@ -99,7 +104,7 @@ def build(config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int
     CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
     resources = contextlib.ExitStack()
     try:
-        return _build(config, hooks, manifest, resources, threads, max_requests)
+        return _build(config, hooks, manifest, resources, threads, max_requests, make_decoder)
     except BaseException:
         resources.close()
         raise
@@ -107,7 +112,7 @@ def build(config: EngineConfig, hooks: Hooks, *, threads: int, max_requests: int
 
 def _build(
     config: EngineConfig, hooks: Hooks, manifest: Manifest, resources: contextlib.ExitStack, threads: int,
-    max_requests: int,
+    max_requests: int, make_decoder: type[CpuDecoder],
 ) -> Engine:  # fmt: skip
     spec, directory, clock = manifest.spec, Path(config.model_dir), time.monotonic
     layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, config.kv_format)
@@ -138,7 +143,7 @@ def _build(
     capacity_tokens = capacity * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
-    decoder = CpuDecoder(
+    decoder = make_decoder(
         weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
         limits.max_rows, threads,
     )  # fmt: skip

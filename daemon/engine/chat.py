@@ -15,7 +15,6 @@ is put in as it was sampled. See `turns`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import re
 import secrets
@@ -91,6 +90,7 @@ class ChatTemplate:
             raise ModelInvalid(f"this model's chat template is broken: {exc}", hint="pull the model again") from exc
         self.dialect = detect(source, vocabulary.special, vocabulary.added)
         self._shows_tools = "tools" in source and self._tries_tools()
+        self._begins_thinking: dict[bool | None, bool | None] = {}  # of the three things that can be asked for
 
     @classmethod
     def load(cls, path: Path, vocabulary: Vocabulary, special: dict[str, str]) -> ChatTemplate | None:
@@ -106,9 +106,13 @@ class ChatTemplate:
         """Whether the model is told of tools and its calls can be read."""
         return self._shows_tools and self.dialect.style is not Style.NONE
 
-    @functools.lru_cache(maxsize=3)  # noqa: B019 (it lives as long as the engine)
     def begins_thinking(self, thinking: bool | None) -> bool | None:
         """True when prompts end inside of reasoning, None when they do not and the model may begin one."""
+        if thinking not in self._begins_thinking:
+            self._begins_thinking[thinking] = self._tries_thinking(thinking)
+        return self._begins_thinking[thinking]
+
+    def _tries_thinking(self, thinking: bool | None) -> bool | None:
         try:
             rendered = self.render([Message("user", "x")], thinking=thinking)
         except BadRequest:

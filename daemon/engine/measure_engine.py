@@ -6,7 +6,7 @@ import contextlib
 import queue
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ import msgspec
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine import measure_decoder
 from tierd.daemon.engine.assemble import Engine, Hooks, build
+from tierd.daemon.engine.batch import Ints
 from tierd.daemon.engine.measure import Request
 from tierd.daemon.engine.model.load import load_weights
+from tierd.daemon.engine.runner import Logits, Memory
 from tierd.daemon.errors import EngineFailed, ModelInvalid
 from tierd.daemon.models.catalog import Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
@@ -72,20 +74,22 @@ def loop_costs(directory: Path, work: Path, request: Request) -> Loop:
             events.put_nowait(event)
 
     hooks = Hooks(lambda _stage, _done, _total: None, emit, lambda _cause: None)
-    engine = build(config, hooks, threads=request.threads, max_requests=4 * STREAMS)
+    passes: list[Pass] = []
+    engine = build(
+        config, hooks, threads=request.threads, max_requests=4 * STREAMS, make_decoder=_watched(passes)
+    )
     engine.loop.start()
     try:
-        with _watched() as passes:
-            _run(engine, events, 1, 0)
-            requests, alone, together = [], [], []
-            for number in range(request.rounds):
-                passes.clear()
-                submitted_s = _run(engine, events, 1, 2 * number + 1)
-                requests.append(passes[0].start_s - submitted_s)
-                alone += _gaps(passes, 1)
-                passes.clear()
-                _run(engine, events, STREAMS, 2 * number + 2)
-                together += _gaps(passes, STREAMS)
+        _run(engine, events, 1, 0)
+        requests, alone, together = [], [], []
+        for number in range(request.rounds):
+            passes.clear()
+            submitted_s = _run(engine, events, 1, 2 * number + 1)
+            requests.append(passes[0].start_s - submitted_s)
+            alone += _gaps(passes, 1)
+            passes.clear()
+            _run(engine, events, STREAMS, 2 * number + 2)
+            together += _gaps(passes, STREAMS)
     finally:
         engine.loop.stop()
         engine.loop.join(WAIT_S)
@@ -103,23 +107,17 @@ class Pass(NamedTuple):
     end_s: float
 
 
-@contextlib.contextmanager
-def _watched() -> Iterator[list[Pass]]:
-    """A list that every pass of a decoder in this process is added to. It is this process's only business."""
-    passes: list[Pass] = []
-    forward = CpuDecoder.forward
+def _watched(passes: list[Pass]) -> type[CpuDecoder]:
+    """A decoder whose passes are added to the list."""
 
-    def timed(self: CpuDecoder, memories: Any, tokens: Any, *arrays: Any) -> Any:
-        start_s = time.monotonic()
-        logits = forward(self, memories, tokens, *arrays)
-        passes.append(Pass(len(tokens), start_s, time.monotonic()))
-        return logits
+    class Watched(CpuDecoder):
+        def forward(self, memories: Sequence[Memory], tokens: Ints, *rest: Any) -> Logits:
+            start_s = time.monotonic()
+            logits = super().forward(memories, tokens, *rest)
+            passes.append(Pass(len(tokens), start_s, time.monotonic()))
+            return logits
 
-    CpuDecoder.forward = timed  # type: ignore[method-assign, assignment]
-    try:
-        yield passes
-    finally:
-        CpuDecoder.forward = forward  # type: ignore[method-assign]
+    return Watched
 
 
 def _gaps(passes: list[Pass], rows: int) -> list[float]:

@@ -284,9 +284,18 @@ def test_the_tally() -> None:
 # -- processes ------------------------------------------------------------------------------------------------------
 
 
+# A shell's background jobs ignore SIGINT, and so does what they start: a suite that runs in one is such a thing.
+HEARS_CTRL_C = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tierd.daemon.cli import main
+sys.exit(main())
+"""
+
+
 def start(socket: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tierd.daemon.cli", *COMMAND], env=os.environ | {"TIERD_SOCKET": str(socket)},
+        [sys.executable, "-c", HEARS_CTRL_C, *COMMAND], env=os.environ | {"TIERD_SOCKET": str(socket)},
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -105,18 +105,22 @@ def test_a_stream_outlives_its_engine(home: Home) -> None:
 
 def test_a_working_set_larger_than_the_device_arena(tmp_path: Path, models_dir: Path) -> None:
     page_bytes = 30 * 2 * 3 * PAGE_TOKENS * 64 * 4
-    home = Home(tmp_path, models_dir, device_mem=str(40 * page_bytes), host_mem=str(30 * page_bytes),
-                nvme_mem=str(400 * page_bytes), nvme_min_free="0")
+    home = Home(tmp_path, models_dir, device_mem=str(80 * page_bytes), host_mem=str(60 * page_bytes),
+                nvme_mem=str(800 * page_bytes), nvme_min_free="0")
     home.start("--model", MODEL)
     try:
-        prompts = [long_tokens(models_dir, 400, skip=400 * i) for i in range(6)]
+        # So long that a hiccup of the disk is short beside computing one of them: then waiting for the disk is sooner.
+        prompts = [long_tokens(models_dir, 800, skip=800 * i) for i in range(6)]
+        assert len(prompts[-1]) == 800
         submits = [
             Submit(model=MODEL, tokens=prompt, sampling=Sampling(temperature=0.0, max_tokens=8)) for prompt in prompts
         ]
         cold = [home.generate(submit) for submit in submits]
+        home.generate(submits[0])  # the first load shows how fast the disk is; until then computing goes on beside it
         again = [home.generate(submit) for submit in submits]
         assert [text for text, _ in again] == [text for text, _ in cold]
-        assert all(done["usage"]["cached_tokens"] >= 384 for _, done in again)
+        cached = [done["usage"]["cached_tokens"] for _, done in again]
+        assert min(cached) >= 784, cached
         hits = [done["timings"] for _, done in again]
         assert sum(hit["hit_host"] + hit["hit_nvme"] for hit in hits) > 0
     finally:

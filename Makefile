@@ -47,8 +47,11 @@ chat: $(VENV)/.run-ready
 	@$(BIN)/tierd run $(MODEL) $(if $(PROMPT),"$$PROMPT")
 
 test: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
-	$(TEST_ENV) $(BIN)/pytest -m "not long" -n $(WORKERS) --durations=15 --ignore tests/test_system.py
-	$(TEST_ENV) $(BIN)/pytest -m "not long" tests/test_system.py
+	@# Both runs, whatever the first one says: `test-failed` repeats what failed, not what was never run.
+	@failed=0; \
+	$(TEST_ENV) $(BIN)/pytest -m "not long" -n $(WORKERS) --durations=15 --ignore tests/test_system.py || failed=1; \
+	$(TEST_ENV) $(BIN)/pytest -m "not long" tests/test_system.py || failed=1; \
+	exit $$failed
 
 test-long: $(VENV)/.sdk-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/pytest -m long -n $(WORKERS) --timeout=1800 --durations=15

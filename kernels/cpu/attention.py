@@ -20,7 +20,9 @@ a row computes depends on its query, its position and its pages alone: not on th
 are selected away before they are multiplied, so that stale memory, NaN included, has no influence.
 
 In a page record a head's keys are [head_dim][token] and its values [token][head_dim] (see layout.py): then both sums
-above are the microkernel of the matrix product, lanes being tokens in the first and dimensions in the second.
+above are the microkernel of the matrix product, lanes being tokens in the first and dimensions in the second. Pages of
+other formats than fp32 are widened first, or, packed ones with few queries, while they are multiplied (see
+attention_packed.py): a packed page is attended as what its codes stand for.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tierd.kernels.cpu.attention_packed import PACKED_QUERIES
 from tierd.kernels.cpu.attention_step import (
-    PAGE_FORMAT_CODES,
     SCORE_BYTES,
     STATE_BYTES,
     STEP_PAGES,
@@ -39,13 +41,12 @@ from tierd.kernels.cpu.attention_step import (
     divide_sums,
     first_token,
     merge_sums,
-    widen,
 )
 from tierd.kernels.cpu.microkernel import PAIR_ROWS
+from tierd.kernels.cpu.pages import FP32, INT8, widen_keys, widen_values
 from tierd.kernels.cpu.simd import load8, load_i32, load_i64, prefetch, store8
 from tierd.kernels.cpu.team import PHASE_BYTES, finish, take, wait_for
 
-_FP32 = PAGE_FORMAT_CODES["fp32"]
 _PAGE_TOKENS = 16
 _SEGMENT_PAGES = 16  # a multiple of STEP_PAGES
 SEGMENT_TOKENS = _SEGMENT_PAGES * _PAGE_TOKENS
@@ -87,15 +88,15 @@ def _total_offset(job):
 
 
 @njit(nogil=True, cache=True)
-def _prefetch_pages(job, plane, table, page, last_page):
+def _prefetch_pages(job, plane, to_values, table, page, last_page):
     """Asks for the keys and values of one head in the pages of a step. They lie in pieces of a few KB, megabytes apart,
     which the hardware doesn't foresee."""
-    bytes = job.head_bytes
     for p in range(page, min(page + STEP_PAGES, last_page + 1)):
         at = load_i64(table + 8 * p) + plane
-        for i in range(0, bytes, 64):
+        for i in range(0, job.key_head_bytes, 64):
             prefetch(at + i)
-            prefetch(at + job.plane_bytes + i)
+        for i in range(0, job.value_head_bytes, 64):
+            prefetch(at + to_values + i)
 
 
 @njit(nogil=True, cache=True)
@@ -122,40 +123,42 @@ def _attend(job, layer_index, window, part, first_head, group, total, scratch):
     if page > last_page:
         return
     table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * first_row))
-    plane = layer_index * job.layer_bytes + kv_head * job.head_bytes
-    _prefetch_pages(job, plane, table, page, last_page)
+    plane = layer_index * job.layer_bytes + kv_head * job.key_head_bytes
+    to_values = job.plane_bytes + kv_head * (job.value_head_bytes - job.key_head_bytes)
+    _prefetch_pages(job, plane, to_values, table, page, last_page)
     for q in range(rows * group):
         source = job.qkv + (first_row + q // group) * job.qkv_stride + (first_head + q % group) * row_bytes
         for d in range(0, row_bytes, 32):
             store8(queries + q * row_bytes + d, load8(source + d))
     clear_sums(out, state, rows * group, row_bytes)
     # Few queries are over before their pages have come: then the products themselves prefetch, line by line.
-    interleaved = job.page_format == _FP32 and rows * group <= PAIR_ROWS
+    interleaved = job.key_format == FP32 and rows * group <= PAIR_ROWS
     # More queries read a step's pages several times. Those of a prefill find them in a cache, where the parts before
     # have brought them; those of a segment wait for memory, and do so least while they copy what they need.
-    in_place = job.page_format == _FP32 and (interleaved or load_i32(part + 16) < 0)
+    in_place = job.key_format == FP32 and (interleaved or load_i32(part + 16) < 0)
+    unpacked = scratch if job.key_format >= INT8 and rows * group <= PACKED_QUERIES else _NONE
     while page <= last_page:
         at0 = load_i64(table + 8 * page) + plane
         at1 = load_i64(table + 8 * (page + 1)) + plane if page < last_page else _NONE
         ahead0, ahead1 = _NONE, _NONE
         if not interleaved:
-            _prefetch_pages(job, plane, table, page + STEP_PAGES, last_page)
+            _prefetch_pages(job, plane, to_values, table, page + STEP_PAGES, last_page)
         elif page + STEP_PAGES <= last_page:
             ahead0 = load_i64(table + 8 * (page + 2)) + plane - at0
             if page + STEP_PAGES < last_page:
                 ahead1 = load_i64(table + 8 * (page + 3)) + plane - at1
-        keys0, keys1, values0, values1 = at0, at1, at0 + job.plane_bytes, at1 + job.plane_bytes
-        if not in_place:
+        keys0, keys1, values0, values1 = at0, at1, at0 + to_values, at1 + to_values
+        if not in_place and unpacked == 0:
             keys0, values0 = scratch, scratch + 4 * page_elements
-            widen(job.page_format, at0, page_elements, keys0)
-            widen(job.page_format, at0 + job.plane_bytes, page_elements, values0)
+            widen_keys(job, at0, keys0)
+            widen_values(job, at0 + to_values, values0)
             if at1 != 0:
                 keys1, values1 = scratch + 8 * page_elements, scratch + 12 * page_elements
-                widen(job.page_format, at1, page_elements, keys1)
-                widen(job.page_format, at1 + job.plane_bytes, page_elements, values1)
+                widen_keys(job, at1, keys1)
+                widen_values(job, at1 + to_values, values1)
         attend_step(
-            head_dim, (keys0, keys1), (values0, values1), (ahead0, ahead1), page * _PAGE_TOKENS, position_at, rows,
-            group, window, queries, scores, state, out,
+            job, (keys0, keys1), (values0, values1), unpacked, (ahead0, ahead1), page * _PAGE_TOKENS, position_at,
+            rows, group, window, queries, scores, state, out,
         )  # fmt: skip
         page += STEP_PAGES
         if page % _SEGMENT_PAGES == 0 or page > last_page:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tierd.kernels.cpu.attention_packed import add_packed_values, packed_scores
 from tierd.kernels.cpu.microkernel import tile_pair_product, tile_product
 from tierd.kernels.cpu.simd import (
     add,
@@ -15,8 +16,6 @@ from tierd.kernels.cpu.simd import (
     exp8,
     keep_lanes,
     load8,
-    load8_bf16,
-    load8_fp16,
     load_f32,
     load_i32,
     max8,
@@ -29,8 +28,6 @@ from tierd.kernels.cpu.simd import (
     sum8,
 )
 
-PAGE_FORMAT_CODES = {"fp32": 0, "fp16": 1, "bf16": 2}
-_FP32, _FP16 = PAGE_FORMAT_CODES["fp32"], PAGE_FORMAT_CODES["fp16"]
 _PAGE_TOKENS = 16
 STEP_PAGES = 2
 STEP_TOKENS = STEP_PAGES * _PAGE_TOKENS
@@ -41,20 +38,6 @@ STATE_BYTES = np.int64(8)  # m and l of one query
 _TILE_BYTES = np.int64(4 * _PAGE_TOKENS)  # of one row of a tile of keys
 _NONE, _WHOLE = np.int64(0), np.int64(STEP_TOKENS)
 _START, _GO_ON = np.int64(0), np.int64(1)  # what `accumulate` says
-
-
-@njit(nogil=True, cache=True)
-def widen(format, source, count, target):
-    """Copies `count` (a multiple of 8) elements of a page to `target`, as float32."""
-    if format == _FP32:
-        for i in range(0, count, 8):
-            store8(target + 4 * i, load8(source + 4 * i))
-    elif format == _FP16:
-        for i in range(0, count, 8):
-            store8(target + 4 * i, load8_fp16(source + 2 * i))
-    else:
-        for i in range(0, count, 8):
-            store8(target + 4 * i, load8_bf16(source + 2 * i))
 
 
 @njit(nogil=True, cache=True)
@@ -92,8 +75,12 @@ def _softmax_step(scores, low, high, state, out, head_dim):
 
 
 @njit(nogil=True, cache=True)
-def _add_page(values, head_dim, scores, queries, low, high, out, ahead):
+def _add_page(job, values, unpacked, scores, queries, low, high, out, ahead):
     """out[q] += sum over tokens low..high of one page of p[q, t] * v[t]."""
+    head_dim = job.head_dim
+    if unpacked != 0:
+        add_packed_values(job, values, scores, SCORE_BYTES, queries, low, high, out, unpacked)
+        return
     x, row_bytes = scores + 4 * low, 4 * head_dim
     d = 0
     while d + 32 <= head_dim:
@@ -109,14 +96,14 @@ def _add_page(values, head_dim, scores, queries, low, high, out, ahead):
 
 
 @njit(nogil=True, cache=True)
-def _add_values(values, head_dim, scores, queries, low, high, out, ahead):
+def _add_values(job, values, unpacked, scores, queries, low, high, out, ahead):
     """out[q] += sum over tokens low..high of the step of p[q, t] * v[t]. The second page is not read below token 17."""
     if queries > 0 and low < _PAGE_TOKENS:
         stop = min(high, np.int64(_PAGE_TOKENS))
-        _add_page(values[0], head_dim, scores, queries, low, stop, out, ahead[0])
+        _add_page(job, values[0], unpacked, scores, queries, low, stop, out, ahead[0])
     if queries > 0 and high > _PAGE_TOKENS:
         x, first = scores + 4 * _PAGE_TOKENS, max(low - _PAGE_TOKENS, _NONE)
-        _add_page(values[1], head_dim, x, queries, first, high - _PAGE_TOKENS, out, ahead[1])
+        _add_page(job, values[1], unpacked, x, queries, first, high - _PAGE_TOKENS, out, ahead[1])
 
 
 @njit(nogil=True, cache=True)
@@ -126,12 +113,16 @@ def first_token(position, window):
 
 
 @njit(nogil=True, cache=True)
-def attend_step(head_dim, keys, values, ahead, start, position_at, rows, group, window, queries, scores, state, out):
+def attend_step(
+    job, keys, values, unpacked, ahead, start, position_at, rows, group, window, queries, scores, state, out
+):  # fmt: skip
     """One step, from token `start` on, for all rows of a part; those that see none of it are left out.
 
     `keys` and `values` are pairs of pages; the second is 0 where the sequence ends with the first. `ahead` says how far
-    from these two the pages of the next step lie, if they are to be prefetched.
+    from these two the pages of the next step lie, if they are to be prefetched. Pages are float32, or, if `unpacked` is
+    not 0, packed as they lie in a record, with at most `PACKED_QUERIES` queries; `unpacked` is scratch for them then.
     """
+    head_dim = job.head_dim
     row_bytes = 4 * head_dim
     first, stop = 0, rows
     while first < stop and load_i32(position_at + 4 * first) < start:
@@ -139,8 +130,14 @@ def attend_step(head_dim, keys, values, ahead, start, position_at, rows, group, 
     while first < stop and first_token(load_i32(position_at + 4 * (stop - 1)), window) >= start + STEP_TOKENS:
         stop -= 1
     q, count = first * group, (stop - first) * group
+    if count <= 0:
+        return
     x, s = queries + q * row_bytes, scores + q * SCORE_BYTES
-    if keys[1] != 0:
+    if unpacked != 0:
+        packed_scores(job, keys[0], x, row_bytes, count, s, SCORE_BYTES, unpacked)
+        if keys[1] != 0:
+            packed_scores(job, keys[1], x, row_bytes, count, s + _TILE_BYTES, SCORE_BYTES, unpacked)
+    elif keys[1] != 0:
         tile_pair_product(
             keys[0], keys[1], _TILE_BYTES, x, row_bytes, s, s + _TILE_BYTES, SCORE_BYTES, head_dim, count, _START,
             ahead[0], ahead[1],
@@ -159,15 +156,16 @@ def attend_step(head_dim, keys, values, ahead, start, position_at, rows, group, 
         if low > 0 or high < STEP_TOKENS:
             q = r * group
             _add_values(
-                values, head_dim, scores + whole * SCORE_BYTES, q - whole, _NONE, _WHOLE, out + whole * row_bytes,
-                ahead,
+                job, values, unpacked, scores + whole * SCORE_BYTES, q - whole, _NONE, _WHOLE,
+                out + whole * row_bytes, ahead,
             )  # fmt: skip
             if seen:
-                _add_values(values, head_dim, scores + q * SCORE_BYTES, group, low, high, out + q * row_bytes, ahead)
+                x, o = scores + q * SCORE_BYTES, out + q * row_bytes
+                _add_values(job, values, unpacked, x, group, low, high, o, ahead)
             whole = q + group
     _add_values(
-        values, head_dim, scores + whole * SCORE_BYTES, stop * group - whole, _NONE, _WHOLE, out + whole * row_bytes,
-        ahead,
+        job, values, unpacked, scores + whole * SCORE_BYTES, stop * group - whole, _NONE, _WHOLE,
+        out + whole * row_bytes, ahead,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from numba import njit
 from tierd.kernels.cpu.attention import ATTENTION_PHASES, attention
 from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, matmul, takes_integers
 from tierd.kernels.cpu.ops import activate, embed, norm, norm_logit_rows, rotate_and_write
+from tierd.kernels.cpu.pages import PAGE_FIELDS
 from tierd.kernels.cpu.quantize import quantize
 from tierd.kernels.cpu.team import PHASE_BYTES, await_launch, close_launch, enter, leave, open_launch
 
@@ -31,7 +32,7 @@ LAYER = np.dtype(
 # Everything a launch needs. Addresses, strides in bytes, counts; the first part is set once, the second each launch.
 JOB = np.dtype(
     [(name, np.int64) for name in ("num_layers", "hidden", "hidden_padded", "intermediate", "heads", "kv_heads")]
-    + [(name, np.int64) for name in ("head_dim", "page_format", "layer_bytes", "head_bytes", "plane_bytes")]
+    + [("head_dim", np.int64), *PAGE_FIELDS]
     + [("norm_eps", np.float32), ("query_scale", np.float32)]
     + [("embed", MATRIX), ("head", MATRIX)]
     + [(name, np.int64) for name in ("final_norm", "cos", "sin", "rope_stride", "threads", "block_queries")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
 from tierd.kernels.cpu.matmul import gather_row
+from tierd.kernels.cpu.pages import turn, write_token
 from tierd.kernels.cpu.simd import (
     add,
     div,
@@ -16,19 +16,13 @@ from tierd.kernels.cpu.simd import (
     load_i32,
     load_i64,
     mul,
-    scatter8,
-    scatter8_bf16,
-    scatter8_fp16,
     splat,
     store8,
-    store8_bf16,
-    store8_fp16,
     sub,
     sum8,
 )
 from tierd.kernels.cpu.team import finish, take, wait_for
 
-_FP32, _FP16 = PAGE_FORMAT_CODES["fp32"], PAGE_FORMAT_CODES["fp16"]
 _PAGE_TOKENS = 16
 _ACTIVATION_COLS = 512  # columns of one item of `activate`
 
@@ -94,48 +88,61 @@ def _rotate(x, cos, sin, head_dim, scale):
 
 
 @njit(nogil=True, cache=True)
-def _write_token(job, key, value, at, token):
-    """Writes one head's key (a column of the page) and value (a row), rounded to the page's format."""
-    head_dim = job.head_dim
-    values = at + job.plane_bytes
-    if job.page_format == _FP32:
-        for d in range(0, head_dim, 8):
-            scatter8(at + 4 * (d * _PAGE_TOKENS + token), 4 * _PAGE_TOKENS, load8(key + 4 * d))
-            store8(values + 4 * (token * head_dim + d), load8(value + 4 * d))
-    elif job.page_format == _FP16:
-        for d in range(0, head_dim, 8):
-            scatter8_fp16(at + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))
-            store8_fp16(values + 2 * (token * head_dim + d), load8(value + 4 * d))
-    else:
-        for d in range(0, head_dim, 8):
-            scatter8_bf16(at + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))
-            store8_bf16(values + 2 * (token * head_dim + d), load8(value + 4 * d))
+def _share_page(job, row, other):
+    """Whether two rows are of one sequence and go to one page of it."""
+    pages = load_i32(job.positions + 4 * row) // _PAGE_TOKENS, load_i32(job.positions + 4 * other) // _PAGE_TOKENS
+    return load_i32(job.row_seq + 4 * row) == load_i32(job.row_seq + 4 * other) and pages[0] == pages[1]
+
+
+@njit(nogil=True, cache=True)
+def _stop_row(job, row):
+    """One thread writes the rows from `row` to this one: those of a packed page, whose first token says how the others
+    are packed. None, if `row` itself belongs to a row before."""
+    stop = row + 1
+    if job.rotation > 1:
+        if row > 0 and _share_page(job, row - 1, row):
+            return row
+        while stop < job.rows and _share_page(job, row, stop):
+            stop += 1
+    return stop
+
+
+@njit(nogil=True, cache=True)
+def _rotate_and_write(job, layer_index, q_norm, k_norm, row):
+    head_bytes = 4 * job.head_dim
+    position = load_i32(job.positions + 4 * row)
+    cos, sin = job.cos + position * job.rope_stride, job.sin + position * job.rope_stride
+    queries = job.qkv + row * job.qkv_stride
+    keys = queries + job.heads * head_bytes
+    values = keys + job.kv_heads * head_bytes
+    for head in range(job.heads):
+        at = queries + head * head_bytes
+        if q_norm != 0:
+            _norm_row(at, q_norm, job.head_dim, job.head_dim, job.norm_eps, at)
+        _rotate(at, cos, sin, job.head_dim, job.query_scale)
+        if job.rotation > 1:
+            turn(at, job.head_dim, job.rotation)
+    table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * row))
+    page = load_i64(table + 8 * (position // _PAGE_TOKENS)) + layer_index * job.layer_bytes
+    for head in range(job.kv_heads):
+        at = keys + head * head_bytes
+        if k_norm != 0:
+            _norm_row(at, k_norm, job.head_dim, job.head_dim, job.norm_eps, at)
+        _rotate(at, cos, sin, job.head_dim, np.float32(1))
+        if job.rotation > 1:
+            turn(at, job.head_dim, job.rotation)
+        page_keys = page + head * job.key_head_bytes
+        page_values = page + job.plane_bytes + head * job.value_head_bytes
+        write_token(job, at, values + head * head_bytes, page_keys, page_values, position % _PAGE_TOKENS)
 
 
 @njit(nogil=True, cache=True)
 def rotate_and_write(job, layer_index, q_norm, k_norm, phase):
     """One phase: queries normed (optional), rotated and scaled in place; keys and values written into their pages."""
-    head_bytes = 4 * job.head_dim
     row = take(phase, 1)
     while row < job.rows:
-        position = load_i32(job.positions + 4 * row)
-        cos, sin = job.cos + position * job.rope_stride, job.sin + position * job.rope_stride
-        queries = job.qkv + row * job.qkv_stride
-        keys = queries + job.heads * head_bytes
-        values = keys + job.kv_heads * head_bytes
-        for head in range(job.heads):
-            at = queries + head * head_bytes
-            if q_norm != 0:
-                _norm_row(at, q_norm, job.head_dim, job.head_dim, job.norm_eps, at)
-            _rotate(at, cos, sin, job.head_dim, job.query_scale)
-        table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * row))
-        page = load_i64(table + 8 * (position // _PAGE_TOKENS)) + layer_index * job.layer_bytes
-        for head in range(job.kv_heads):
-            at = keys + head * head_bytes
-            if k_norm != 0:
-                _norm_row(at, k_norm, job.head_dim, job.head_dim, job.norm_eps, at)
-            _rotate(at, cos, sin, job.head_dim, np.float32(1))
-            _write_token(job, at, values + head * head_bytes, page + head * job.head_bytes, position % _PAGE_TOKENS)
+        for written in range(row, _stop_row(job, row)):
+            _rotate_and_write(job, layer_index, q_norm, k_norm, written)
         finish(phase, 1)
         row = take(phase, 1)
     wait_for(phase, job.rows)

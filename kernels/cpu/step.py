@@ -24,11 +24,12 @@ from tierd.kernels.cpu.attention import (
     scratch_bytes,
     sums_bytes,
 )
-from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
 from tierd.kernels.cpu.batch import Addresses, Batch, Ints, Memory, check_batch, check_pages, cut_attention
 from tierd.kernels.cpu.forward import JOB, num_phases, num_stages, work
+from tierd.kernels.cpu.hidden import final_hidden
 from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, matmul
 from tierd.kernels.cpu.microkernel import direct
+from tierd.kernels.cpu.pages import page_values
 from tierd.kernels.cpu.quantize import quantized_row_bytes
 from tierd.kernels.cpu.team import PHASE_WORDS, Team
 from tierd.kernels.cpu.weights import DecoderShape as DecoderShape
@@ -95,7 +96,8 @@ class CpuDecoder:
         self.weights = WeightTable(shape, layers)
         self._set_shape(threads)
         self.set_ends(embed, head)
-        self._job["final_norm"] = self._keep(padded_vector("final_norm", final_norm, shape.hidden))
+        self._final_norm = padded_vector("final_norm", final_norm, shape.hidden)
+        self._job["final_norm"] = self._keep(self._final_norm)
         for name, table in (("cos", cos), ("sin", sin)):
             self._job[name] = self._keep(np.ascontiguousarray(table, np.float32))
         self._job["rope_stride"] = 4 * cos.shape[1]
@@ -201,6 +203,14 @@ class CpuDecoder:
             self._launch_parts(head, stages)
         self._open = None
         return logits[:, : self.shape.vocab]
+
+    def hidden(self, rows: Ints) -> Floats:
+        """Final hidden states [len(rows), hidden] of rows of the last pass, which is complete: what the head takes."""
+        job, shape = self._job, self.shape
+        if len(rows) and not 0 <= rows.min() <= rows.max() < job["rows"]:
+            raise ValueError(f"the last pass has {job['rows']} rows")
+        stride = int(job["residual_stride"])
+        return final_hidden(int(job["residual"]), stride, self._final_norm, shape.hidden, shape.norm_eps, rows)
 
     def set_ends(self, embed: PackedMatrix | None, head: PackedMatrix | None) -> None:
         """Takes other places of the embedding and the head, between passes. Raises ValueError for a wrong shape."""
@@ -311,14 +321,12 @@ class CpuDecoder:
         return array.ctypes.data
 
     def _set_shape(self, threads: int) -> None:
-        shape, layout, job = self.shape, self.layout, self._job
+        shape, job = self.shape, self._job
         for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "norm_eps"):
             job[name] = getattr(shape, name)
         job["hidden_padded"] = padded(shape.hidden)
-        job["page_format"] = PAGE_FORMAT_CODES[layout.format]
-        job["layer_bytes"] = layout.layer_bytes
-        job["head_bytes"] = layout.head_elements * layout.element_bytes
-        job["plane_bytes"] = layout.plane_elements * layout.element_bytes
+        for name, value in page_values(self.layout).items():
+            job[name] = value
         job["query_scale"] = 1 / math.sqrt(shape.head_dim)
         job["threads"] = threads
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tierd.kernels.gpu.launch import Launch, Plan, check_tensor, next_power_of_2
 from tierd.kernels.gpu.merge import plan_merge
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile, places, query_dtypes, turning
 from tierd.kernels.gpu.softmax import LN_2, accumulate, finished, finite_or_zero, scores_of
 
 SPLIT_TOKENS = 512
@@ -51,9 +51,10 @@ def visible_span(length, at, window):
 def _decode_kernel(
     queries, pages, offsets, lengths, positions, base, outs, lses, page_lses,
     q_row, q_head, q_dim, outs_split, outs_row, outs_head, lses_split, lses_row,
-    heads, group, head_blocks, window, layer_offset, value_offset, scale, soft_cap,
+    heads, group, head_blocks, window, layer_offset, value_offset, key_stride, value_stride, scale, soft_cap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, SPLIT: tl.constexpr,
-    ELEMENT_BYTES: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     kv_head, block = tl.program_id(1) // head_blocks, tl.program_id(1) % head_blocks
@@ -72,7 +73,8 @@ def _decode_kernel(
         mask=is_head[:, None] & in_dim[None, :],
         other=0.0,
     )
-    plane = base + layer_offset + kv_head.to(tl.int64) * (16 * HEAD_DIM)
+    key_plane = base + layer_offset + kv_head.to(tl.int64) * key_stride
+    value_plane = base + layer_offset + value_offset + kv_head.to(tl.int64) * value_stride
     largest = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     sums = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
@@ -83,8 +85,10 @@ def _decode_kernel(
         page = token // 16
         present = (page < num_pages) & (page * 16 + 16 > low)
         keys, values = load_tile(
-            pages + first_page, base, plane, value_offset, token, present, d, HEAD_DIM, ELEMENT_BYTES
-        )
+            pages + first_page, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
+            KEY_BITS, VALUE_BITS,
+        )  # fmt: skip
+        keys, values = keys.to(x.dtype), values.to(x.dtype)
         seen = (token >= low) & (token < high)
         scores = scores_of(x, keys, seen[None, :], scale, soft_cap, HAS_CAP)
         if HAS_MASS:
@@ -162,44 +166,46 @@ def plan_decode(
     lses = torch.empty((splits, batch, heads), dtype=torch.float32, device=queries.device)
     page_lses = torch.empty((len(table.pages), heads), dtype=torch.float32, device=queries.device)
     # Tiles of some 16 KB, keys and values: with three stages two or three programs fit an SM of 100 KB.
-    block_n = 32 if next_power_of_2(layout.head_dim) * layout.element_bytes <= 512 else 16
+    # Codes become numbers in registers: of two pages at once they would take all there are.
+    wide = layout.format in PAGE_DTYPES and next_power_of_2(layout.head_dim) * layout.element_bytes <= 512
+    block_n = 32 if wide else 16
     head_blocks = -(-group // _BLOCK_HEADS)
+    turned, turn = turning(queries, layout)
     shared = {
         "offsets": table.offsets, "lengths": table.lengths,
         "positions": None if positions is None else positions.contiguous(), "heads": heads, "group": group,
         "window": window, "HAS_POSITIONS": positions is not None,
     }  # fmt: skip
     args = {
-        **shared, "queries": queries, "pages": table.pages, "base": table.base, "outs": outs, "lses": lses,
+        **shared, "queries": turned, "pages": table.pages, "base": table.base, "outs": outs, "lses": lses,
         "page_lses": page_lses if want_mass else None,
-        "q_row": queries.stride(0), "q_head": queries.stride(1), "q_dim": queries.stride(2),
+        "q_row": turned.stride(0), "q_head": turned.stride(1), "q_dim": turned.stride(2),
         "outs_split": outs.stride(0), "outs_row": outs.stride(1), "outs_head": outs.stride(2),
         "lses_split": lses.stride(0), "lses_row": lses.stride(1), "head_blocks": head_blocks,
-        "layer_offset": layer * layout.layer_elements, "value_offset": layout.plane_elements,
+        **places(layout, layer),
         "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap,
         "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_N": block_n,
-        "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "ELEMENT_BYTES": layout.element_bytes,
-        "HAS_CAP": soft_cap > 0, "HAS_MASS": want_mass,
+        "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "HAS_CAP": soft_cap > 0, "HAS_MASS": want_mass,
     }  # fmt: skip
     merged = plan_merge(outs, lses, sinks, queries.dtype)
     split_launch = Launch(_decode_kernel, (splits, layout.kv_heads * head_blocks, batch), args, 4, 3)
     buffers = (outs, lses, *merged.buffers)
     if not want_mass:
-        return Plan(Decoded(*merged.result, None), buffers, (split_launch, *merged.launches))
+        return Plan(Decoded(*merged.result, None), buffers, (*turn, split_launch, *merged.launches))
     mass = torch.empty((len(table.pages), layout.kv_heads), dtype=torch.float32, device=queries.device)
     mass_args = {
         **shared, "page_lses": page_lses, "lses": merged.result.lse, "mass": mass, "kv_heads": layout.kv_heads,
         "BLOCK_P": 64, "BLOCK_G": next_power_of_2(group),
     }  # fmt: skip
     mass_launch = Launch(_mass_kernel, (-(-table.max_pages // 64), batch, layout.kv_heads), mass_args)
-    launches = (split_launch, *merged.launches, mass_launch)
+    launches = (*turn, split_launch, *merged.launches, mass_launch)
     return Plan(Decoded(*merged.result, mass), (*buffers, page_lses, mass), launches)
 
 
 def check_queries(queries: Tensor, table: PageTable, layer: int, soft_cap: float, window: int) -> int:
     """The checks that decode and extend share; returns the number of query heads."""
     layout = table.layout
-    check_tensor("queries", queries, [PAGE_DTYPES[layout.format]], [None, None, layout.head_dim], table.base)
+    check_tensor("queries", queries, query_dtypes(layout), [None, None, layout.head_dim], table.base)
     heads = queries.shape[1]
     if heads == 0 or heads % layout.kv_heads:
         raise ValueError(f"queries: {heads} heads are not a multiple of {layout.kv_heads} kv heads")
@@ -226,8 +232,8 @@ def decode(
 ) -> Decoded:
     """Attention of one query a sequence. Twin: `reference.decode`.
 
-    queries    [batch, heads, head_dim] in the pages' element type, any strides, not scaled; query head h reads kv head
-               h // (heads / kv_heads)
+    queries    [batch, heads, head_dim] in the pages' element type (any float type for fp8 and packed pages), any
+               strides, not scaled; query head h reads kv head h // (heads / kv_heads)
     table      the pages; a sequence without any gets zeros and an lse of minus infinity
     scale      of the scores, 1 / sqrt(head_dim) by default; soft_cap c makes them c * tanh(score / c)
     window     sees so many tokens, its own included, or all for 0; pages that are wholly out of it are not read

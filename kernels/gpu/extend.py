@@ -20,7 +20,7 @@ from torch import Tensor
 from tierd.kernels.gpu.decode import check_queries
 from tierd.kernels.gpu.launch import FLOAT_DTYPES, Launch, Plan, check_contiguous, check_tensor, next_power_of_2
 from tierd.kernels.gpu.merge import Merged
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile, places, turning
 from tierd.kernels.gpu.softmax import LOG2_E, accumulate, finished, scores_of
 
 MAX_GROUP = 64
@@ -30,11 +30,12 @@ MAX_GROUP = 64
 def _extend_kernel(
     queries, new_keys, new_values, row_offsets, pages, offsets, lengths, base, sinks, out, lse,
     q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, out_row, out_head, lse_row,
-    window, layer_offset, value_offset, scale, soft_cap,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ELEMENT_BYTES: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    window, layer_offset, value_offset, key_stride, value_stride, scale, soft_cap,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
+    TILE_ROWS: tl.constexpr = BLOCK_M // HEADS
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     first_row = tl.load(row_offsets + sequence).to(tl.int64)
     rows = (tl.load(row_offsets + sequence + 1) - first_row).to(tl.int32)
@@ -42,9 +43,9 @@ def _extend_kernel(
     if tile < rows:
         length = tl.load(lengths + sequence)
         line = tl.arange(0, BLOCK_M)
-        row = tile + line // GROUP
-        head = kv_head * GROUP + line % GROUP
-        is_line = (line // GROUP < TILE_ROWS) & (row < rows)
+        row = tile + line // HEADS
+        head = kv_head * HEADS + line % HEADS
+        is_line = (line // HEADS < TILE_ROWS) & (row < rows)
         d = tl.arange(0, BLOCK_D)
         in_dim = d < HEAD_DIM
         x = tl.load(
@@ -62,15 +63,18 @@ def _extend_kernel(
         low = tl.where(window > 0, tl.maximum(length + tile - window + 1, 0), 0)
         reach = tl.where(window > 0, window, length + rows)
 
-        plane = base + layer_offset + kv_head.to(tl.int64) * (16 * HEAD_DIM)
+        key_plane = base + layer_offset + kv_head.to(tl.int64) * key_stride
+        value_plane = base + layer_offset + value_offset + kv_head.to(tl.int64) * value_stride
         first_page = tl.load(offsets + sequence).to(tl.int64)
         for start in range(low // BLOCK_N * BLOCK_N, length, BLOCK_N):
             token = start + tl.arange(0, BLOCK_N)
             page = token // 16
             present = (page * 16 < length) & (page * 16 + 16 > low)
             keys, values = load_tile(
-                pages + first_page, base, plane, value_offset, token, present, d, HEAD_DIM, ELEMENT_BYTES
-            )
+                pages + first_page, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
+                KEY_BITS, VALUE_BITS,
+            )  # fmt: skip
+            keys, values = keys.to(x.dtype), values.to(x.dtype)
             held = (token >= low) & (token < length)
             values = tl.where(held[:, None], values, 0.0).to(values.dtype)
             seen = held[None, :] & (length + row[:, None] - token[None, :] < reach)
@@ -122,7 +126,7 @@ def plan_extend(
     group = heads // layout.kv_heads
     if group > MAX_GROUP:
         raise ValueError(f"queries: at most {MAX_GROUP} query heads for each kv head, got {group}")
-    dtype = PAGE_DTYPES[layout.format]
+    dtype = queries.dtype
     for name, tensor in (("new_keys", new_keys), ("new_values", new_values)):
         check_tensor(name, tensor, [dtype], [len(queries), layout.kv_heads, layout.head_dim], queries)
     check_tensor("row_offsets", row_offsets, [torch.int32], [table.batch + 1], queries)
@@ -133,24 +137,27 @@ def plan_extend(
         raise ValueError(f"max_rows must not be negative, got {max_rows}")
     out = torch.empty((len(queries), heads, layout.head_dim), dtype=dtype, device=queries.device)
     lse = torch.empty((len(queries), heads), dtype=torch.float32, device=queries.device)
-    row_bytes = next_power_of_2(layout.head_dim) * layout.element_bytes
-    block_m, block_n = (128, 32) if row_bytes <= 256 else (64, 32)  # with 64 tokens registers spill
+    row_bytes = next_power_of_2(layout.head_dim) * dtype.itemsize
+    turned, turn_queries = turning(queries, layout)
+    turned_keys, turn_keys = turning(new_keys, layout)
+    # With 64 tokens registers spill; so they do with 128 lines where codes become numbers in registers.
+    block_m, block_n = (128, 32) if row_bytes <= 256 and layout.format in PAGE_DTYPES else (64, 32)
     args = {
-        "queries": queries, "new_keys": new_keys, "new_values": new_values, "row_offsets": row_offsets,
+        "queries": turned, "new_keys": turned_keys, "new_values": new_values, "row_offsets": row_offsets,
         "pages": table.pages, "offsets": table.offsets, "lengths": table.lengths, "base": table.base,
         "sinks": None if sinks is None else sinks.contiguous(), "out": out, "lse": lse,
-        "q_row": queries.stride(0), "q_head": queries.stride(1), "q_dim": queries.stride(2),
-        "k_row": new_keys.stride(0), "k_head": new_keys.stride(1), "k_dim": new_keys.stride(2),
+        "q_row": turned.stride(0), "q_head": turned.stride(1), "q_dim": turned.stride(2),
+        "k_row": turned_keys.stride(0), "k_head": turned_keys.stride(1), "k_dim": turned_keys.stride(2),
         "v_row": new_values.stride(0), "v_head": new_values.stride(1), "v_dim": new_values.stride(2),
         "out_row": out.stride(0), "out_head": out.stride(1), "lse_row": lse.stride(0), "window": window,
-        "layer_offset": layer * layout.layer_elements, "value_offset": layout.plane_elements,
-        "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap, "GROUP": group,
+        **places(layout, layer),
+        "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap, "HEADS": group,
         "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_M": block_m,
-        "BLOCK_N": block_n, "ELEMENT_BYTES": layout.element_bytes, "HAS_CAP": soft_cap > 0,
+        "BLOCK_N": block_n, "HAS_CAP": soft_cap > 0,
         "HAS_SINKS": sinks is not None,
     }  # fmt: skip
     grid = (-(-max_rows // (block_m // group)), layout.kv_heads, table.batch)
-    return Plan(Merged(out, lse), (out, lse), (Launch(_extend_kernel, grid, args, 8, 2),))
+    return Plan(Merged(out, lse), (out, lse), (*turn_queries, *turn_keys, Launch(_extend_kernel, grid, args, 8, 2)))
 
 
 def extend(
@@ -169,8 +176,9 @@ def extend(
 ) -> Merged:
     """Attention of new rows. Twin: `reference.extend`.
 
-    queries      [rows, heads, head_dim] in the pages' element type, any strides, not scaled; the rows of a sequence
-                 follow each other, the first one at the position after its cached tokens
+    queries      [rows, heads, head_dim] in the pages' element type (any float type for fp8 and packed pages), any
+                 strides, not scaled; the rows of a sequence follow each other, the first one at the position after its
+                 cached tokens
     new_keys     [rows, kv_heads, head_dim], same type, any strides; `new_values` too
     row_offsets  int32 [batch + 1]: where the rows of each sequence begin; rows before the first or after the last
                  offset are not written

@@ -7,7 +7,7 @@ card that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -39,12 +39,23 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """An operation of torch's in place of a launch; it writes a tensor that is there already."""
+
+    function: Callable[[], object]
+
+    def run(self) -> None:
+        """Queues it on the current stream."""
+        self.function()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan(Generic[Result]):
     """Launches in order, the result they leave, and all buffers they write on the way (uninitialized before)."""
 
     result: Result
     buffers: tuple[Tensor, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch | Call, ...]
 
     def run(self) -> Result:
         """Runs all launches. The result's tensors are the same ones each time."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tierd.kernels.gpu.launch import check_contiguous, check_tensor
-from tierd.kernels.layout import PageLayout
+from tierd.kernels.gpu.codes import EXACT, FP8, load_keys, load_values
+from tierd.kernels.gpu.launch import FLOAT_DTYPES, Call, check_contiguous, check_tensor
+from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 
 PAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MAX_HEAD_DIM = 256
@@ -33,7 +35,7 @@ class PageTable:
     offsets   int32 [batch + 1]  where each sequence's pages begin
     lengths   int32 [batch]      tokens of each sequence, at most 16 a page
     max_pages                    no sequence has more pages: the size of grids, so that a captured graph can be kept
-    base      any 64-byte aligned tensor of the page's element type on the device
+    base      any 64-byte aligned tensor of the page's element type, bytes for fp8 and codes, on the device
     """
 
     layout: PageLayout
@@ -99,13 +101,67 @@ class PageTable:
         )
 
 
+def value_dtype(layout: PageLayout, activations: torch.dtype) -> torch.dtype:
+    """The type of queries, keys and values for pages of this layout: the pages' own, or that of the activations."""
+    return PAGE_DTYPES.get(layout.format, activations)
+
+
+def base_of(layout: PageLayout, device: torch.device) -> Tensor:
+    """A tensor that stands for memory in general, see above."""
+    dtype = PAGE_DTYPES.get(layout.format, torch.uint8)
+    size = torch.empty(0, dtype=dtype).element_size()
+    block = torch.zeros(2 * ALIGN_BYTES, dtype=torch.uint8, device=device)
+    return block[-block.data_ptr() % ALIGN_BYTES :][:ALIGN_BYTES].view(dtype) if size else block
+
+
+def places(layout: PageLayout, layer: int) -> dict[str, int]:
+    """What kernels are told of where a layer's heads lie, in elements of `base`, and of how to read them."""
+    form = PAGE_FORMATS[layout.format]
+    if layout.format in PAGE_DTYPES:
+        unit, key_bits, value_bits = layout.element_bytes, EXACT.value, EXACT.value
+    elif layout.packed:
+        unit, key_bits, value_bits = 1, form.key_bits, form.value_bits
+    else:
+        unit, key_bits, value_bits = 1, FP8.value, FP8.value
+    return {
+        "layer_offset": layer * layout.layer_bytes // unit, "value_offset": layout.plane_bytes // unit,
+        "key_stride": layout.keys.stop // unit, "value_stride": layout.values.stop // unit, "ELEMENT_BYTES": unit,
+        "GROUP": layout.group, "KEY_BITS": key_bits, "VALUE_BITS": value_bits,
+    }  # fmt: skip
+
+
+def query_dtypes(layout: PageLayout) -> Sequence[torch.dtype]:
+    """The types that queries, keys and values may have."""
+    return [PAGE_DTYPES[layout.format]] if layout.format in PAGE_DTYPES else FLOAT_DTYPES
+
+
+def turning(x: Tensor, layout: PageLayout) -> tuple[Tensor, tuple[Call, ...]]:
+    """x [rows, heads, head_dim] turned as the keys of packed pages are, and what computes it; x itself for others."""
+    if layout.rotation == 1:
+        return x, ()
+    matrix = _hadamard(layout.head_dim, layout.rotation, x.dtype, x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = out.view(-1, layout.head_dim)
+    return out, (Call(lambda: torch.mm(x.reshape(-1, layout.head_dim), matrix, out=rows)),)
+
+
+@lru_cache(maxsize=8)
+def _hadamard(head_dim: int, rotation: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Walsh-Hadamard blocks on the diagonal, normalized: the parity of the bits that two indices share is the sign."""
+    index = torch.arange(head_dim)
+    shared = index[:, None] & index[None, :] & (rotation - 1)
+    odd = sum((shared >> bit) & 1 for bit in range(rotation.bit_length())) & 1
+    signs = torch.where(index[:, None] // rotation == index[None, :] // rotation, 1.0 - 2.0 * odd, 0.0)
+    return (signs / rotation**0.5).to(dtype).to(device)
+
+
 def check_layout(layout: PageLayout, base: Tensor) -> None:
     """Raises ValueError for a layout that the kernels do not take, or a base that does not go with it."""
     if layout.page_tokens != 16:
         raise ValueError(f"the kernels take pages of 16 tokens, got {layout.page_tokens}")
     if layout.head_dim % 16 or layout.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {layout.head_dim}")
-    check_tensor("base", base, [PAGE_DTYPES[layout.format]], [None] * base.dim())
+    check_tensor("base", base, [PAGE_DTYPES.get(layout.format, torch.uint8)], [None] * base.dim())
     if base.device.type != "meta" and base.data_ptr() % ALIGN_BYTES:
         raise ValueError(f"base: must be aligned to {ALIGN_BYTES} bytes")
 
@@ -135,23 +191,30 @@ def record_offset(address, base, ELEMENT_BYTES: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    pages, base, plane, value_offset, token, present, d, HEAD_DIM: tl.constexpr, ELEMENT_BYTES: tl.constexpr
+    pages, base, key_plane, value_plane, token, present, d, HEAD_DIM: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+    GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Keys [D, N] and values [N, D] of tokens [N] of a sequence; 0 where `present` [N] is false for the token's page.
 
-    `pages` points at the sequence's first address, `plane` is `base` plus the offset of layer and head in a record.
+    `pages` points at the sequence's first address; the planes are `base` plus the offset of layer and head in a record.
+    Numbers of exact pages in their own type, others in fp32, keys of packed pages turned.
     """
     address = tl.load(pages + token // 16, mask=present, other=0)
     record = record_offset(address, base, ELEMENT_BYTES)
     in_dim = d < HEAD_DIM
-    keys = tl.load(
-        plane + record[None, :] + (d * 16)[:, None] + (token % 16)[None, :],
-        mask=in_dim[:, None] & present[None, :],
-        other=0.0,
-    )
-    values = tl.load(
-        plane + value_offset + record[:, None] + ((token % 16) * HEAD_DIM)[:, None] + d[None, :],
-        mask=present[:, None] & in_dim[None, :],
-        other=0.0,
-    )
+    if KEY_BITS == 0:
+        keys = tl.load(
+            key_plane + record[None, :] + (d * 16)[:, None] + (token % 16)[None, :],
+            mask=in_dim[:, None] & present[None, :],
+            other=0.0,
+        )
+        values = tl.load(
+            value_plane + record[:, None] + ((token % 16) * HEAD_DIM)[:, None] + d[None, :],
+            mask=present[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+    else:
+        key_mask, value_mask = in_dim[:, None] & present[None, :], present[:, None] & in_dim[None, :]
+        keys = load_keys(key_plane + record[None, :], token % 16, key_mask, d, HEAD_DIM, GROUP, KEY_BITS)
+        values = load_values(value_plane + record[:, None], token % 16, value_mask, d, HEAD_DIM, GROUP, VALUE_BITS)
     return keys, values

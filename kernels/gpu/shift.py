@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tierd.kernels.gpu.launch import Launch, Plan, check_contiguous, check_tensor, next_power_of_2
-from tierd.kernels.gpu.pages import check_layout, record_offset
+from tierd.kernels.gpu.pages import PAGE_DTYPES, check_layout, record_offset
 from tierd.kernels.layout import PageLayout
 
 
@@ -41,6 +41,8 @@ def plan_shift(
 ) -> Plan[None]:
     """`shift` without running it. The records it changes are not among the plan's buffers; each run turns them on."""
     check_layout(layout, base)
+    if layout.format not in PAGE_DTYPES:
+        raise ValueError(f"pages of {layout.format} are repacked to be shifted: see `quant`")
     check_tensor("addresses", addresses, [torch.int64], [None], base)
     if not 0 <= layer < layout.num_layers:
         raise ValueError(f"layer {layer} of {layout.num_layers}")

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tierd.kernels.gpu.codes import store_keys, store_values
 from tierd.kernels.gpu.launch import FLOAT_DTYPES, Launch, Plan, check_contiguous, check_tensor, next_power_of_2
-from tierd.kernels.gpu.pages import check_addresses, check_layout, record_offset
+from tierd.kernels.gpu.pages import check_addresses, check_layout, places, record_offset, turning
 from tierd.kernels.layout import PageLayout
 
 
@@ -58,6 +59,8 @@ class Spans:
         for index, (address, row, token, count) in enumerate(spans):
             if token < 0 or count < 0 or token + count > layout.page_tokens:
                 raise ValueError(f"span {index}: tokens {token} to {token + count} of {layout.page_tokens}")
+            if layout.packed and token and any(a == address and t == 0 for a, _, t, _ in spans):
+                raise ValueError(f"span {index}: the page's first token is written in this launch, join the two spans")
             if row < 0 or row + count > rows:
                 raise ValueError(f"span {index}: rows {row} to {row + count} of {rows}")
             targets = {(address, at) for at in range(token, token + count)}
@@ -73,14 +76,16 @@ class Spans:
 @triton.jit
 def _write_kernel(
     keys, values, addresses, places, base, k_row, k_head, k_dim, v_row, v_head, v_dim, layer_offset, value_offset,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+    key_stride, value_stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+    GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     span, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first_row = tl.load(places + span * 3).to(tl.int64)
     first_token, count = tl.load(places + span * 3 + 1), tl.load(places + span * 3 + 2)
     if count > 0:
         record = record_offset(tl.load(addresses + span), base, ELEMENT_BYTES)
-        plane = base + layer_offset + kv_head.to(tl.int64) * (16 * HEAD_DIM) + record
+        key_head = base + layer_offset + kv_head.to(tl.int64) * key_stride + record
+        value_head = base + layer_offset + value_offset + kv_head.to(tl.int64) * value_stride + record
         token = tl.arange(0, 16)
         row = first_row + token - first_token
         is_row = (token >= first_token) & (token < first_token + count)
@@ -89,13 +94,17 @@ def _write_kernel(
         mask = is_row[:, None] & in_dim[None, :]
         k = tl.load(keys + (row * k_row + kv_head * k_head)[:, None] + (d * k_dim)[None, :], mask=mask, other=0.0)
         v = tl.load(values + (row * v_row + kv_head * v_head)[:, None] + (d * v_dim)[None, :], mask=mask, other=0.0)
-        k, v = k.to(base.dtype.element_ty), v.to(base.dtype.element_ty)
-        k_target = plane + (d * 16)[:, None] + token[None, :]
-        if count == 16:  # a mask by token would break 32-byte stores into 16
-            tl.store(k_target, tl.trans(k), mask=in_dim[:, None])
+        if KEY_BITS == 0:
+            k, v = k.to(base.dtype.element_ty), v.to(base.dtype.element_ty)
+            k_target = key_head + (d * 16)[:, None] + token[None, :]
+            if count == 16:  # a mask by token would break 32-byte stores into 16
+                tl.store(k_target, tl.trans(k), mask=in_dim[:, None])
+            else:
+                tl.store(k_target, tl.trans(k), mask=is_row[None, :] & in_dim[:, None])
+            tl.store(value_head + (token * HEAD_DIM)[:, None] + d[None, :], v, mask=mask)
         else:
-            tl.store(k_target, tl.trans(k), mask=is_row[None, :] & in_dim[:, None])
-        tl.store(plane + value_offset + (token * HEAD_DIM)[:, None] + d[None, :], v, mask=mask)
+            store_keys(k.to(tl.float32), key_head, token, is_row, d, HEAD_DIM, GROUP, KEY_BITS)
+            store_values(v.to(tl.float32), value_head, token, is_row, d, HEAD_DIM, GROUP, VALUE_BITS)
 
 
 def plan_write(keys: Tensor, values: Tensor, spans: Spans, layer: int) -> Plan[None]:
@@ -105,21 +114,21 @@ def plan_write(keys: Tensor, values: Tensor, spans: Spans, layer: int) -> Plan[N
         check_tensor(name, tensor, FLOAT_DTYPES, [len(keys), layout.kv_heads, layout.head_dim], spans.base)
     if not 0 <= layer < layout.num_layers:
         raise ValueError(f"layer {layer} of {layout.num_layers}")
+    turned, turn = turning(keys, layout)
     args = {
-        "keys": keys, "values": values, "addresses": spans.addresses, "places": spans.places, "base": spans.base,
-        "k_row": keys.stride(0), "k_head": keys.stride(1), "k_dim": keys.stride(2),
+        "keys": turned, "values": values, "addresses": spans.addresses, "places": spans.places, "base": spans.base,
+        "k_row": turned.stride(0), "k_head": turned.stride(1), "k_dim": turned.stride(2),
         "v_row": values.stride(0), "v_head": values.stride(1), "v_dim": values.stride(2),
-        "layer_offset": layer * layout.layer_elements, "value_offset": layout.plane_elements,
-        "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim),
-        "ELEMENT_BYTES": layout.element_bytes,
+        **places(layout, layer), "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim),
     }  # fmt: skip
-    return Plan(None, (), (Launch(_write_kernel, (len(spans.addresses), layout.kv_heads), args),))
+    return Plan(None, (), (*turn, Launch(_write_kernel, (len(spans.addresses), layout.kv_heads), args)))
 
 
 def write(keys: Tensor, values: Tensor, spans: Spans, layer: int) -> None:
     """Writes rows of keys and values [rows, kv_heads, head_dim] into the pages of one layer. Twin: `reference.write`.
 
-    Any float type and any strides; rounded to the pages' type to nearest even. Rows in no span go nowhere, tokens in no
+    Any float type and any strides; rounded to the pages' type to nearest even, or packed: then the first token of a
+    page was written before, or is in the same span. Rows in no span go nowhere, tokens in no
     span keep what they hold. Raises ValueError for wrong shapes, types, devices or a layer that is not there.
     """
     plan_write(keys, values, spans, layer).run()

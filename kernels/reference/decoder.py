@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import PackedMatrix, unpack
+from tierd.kernels.reference.packed import PAGE_DTYPES, read_packed
+from tierd.kernels.reference.paged import put_tokens
 
 if TYPE_CHECKING:
     from tierd.kernels.cpu.step import DecoderShape, LayerWeights
-
-_PAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def weights(matrix: PackedMatrix) -> torch.Tensor:  # [rows, cols]
@@ -47,8 +47,16 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def pages(arena: NDArray[np.uint8], layout: PageLayout, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the keys and the values of a layer in an arena, both as [slots, kv_heads, token, head_dim]."""
-    payload = torch.from_numpy(arena)[:, : layout.payload_bytes].view(_PAGE_DTYPES[layout.format])
+    """The keys and the values of a layer in an arena, both as [slots, kv_heads, token, head_dim].
+
+    Views, or of packed pages what their codes stand for, in float64.
+    """
+    records = torch.from_numpy(arena)[:, : layout.payload_bytes]
+    if layout.packed:
+        slices = records[:, layer * layout.layer_bytes : (layer + 1) * layout.layer_bytes]
+        planes_of = [read_packed(slot, layout) for slot in slices]
+        return torch.stack([keys for keys, _ in planes_of]), torch.stack([values for _, values in planes_of])
+    payload = records.view(PAGE_DTYPES[layout.format])
     planes = payload.view(len(arena), layout.num_layers, 2, layout.kv_heads, layout.head_elements)
     keys = planes[:, layer, 0].view(len(arena), layout.kv_heads, layout.head_dim, layout.page_tokens)
     values = planes[:, layer, 1].view(len(arena), layout.kv_heads, layout.page_tokens, layout.head_dim)
@@ -69,8 +77,8 @@ def attention(
     for row, (position, table) in enumerate(zip(positions, tables, strict=True)):
         first = max(0, position - window + 1) if window else 0
         seen = slice(first, position + 1)
-        k = torch.cat([keys[slot] for slot in table], 1)[:, seen].float().repeat_interleave(group, 0)
-        v = torch.cat([values[slot] for slot in table], 1)[:, seen].float().repeat_interleave(group, 0)
+        k = torch.cat([keys[slot].float() for slot in table], 1)[:, seen].repeat_interleave(group, 0)
+        v = torch.cat([values[slot].float() for slot in table], 1)[:, seen].repeat_interleave(group, 0)
         scores = torch.einsum("hd,htd->ht", queries[row], k) / math.sqrt(queries.shape[2])
         out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), v)
     return out
@@ -106,9 +114,11 @@ def forward(
         if layer.q_norm is not None and layer.k_norm is not None:
             q = rms_norm(q, torch.from_numpy(layer.q_norm), shape.norm_eps)
             k = rms_norm(k, torch.from_numpy(layer.k_norm), shape.norm_eps)
+        k = rope(k, cos_rows, sin_rows)
+        for row, (slot, position) in enumerate(zip(slots.tolist(), at.tolist(), strict=True)):
+            record = torch.from_numpy(arena[slot])
+            put_tokens(record, layout, index, k[row, :, None], v[row, :, None], position % layout.page_tokens)
         keys, values = pages(arena, layout, index)
-        keys[slots, :, at % layout.page_tokens] = rope(k, cos_rows, sin_rows).to(keys.dtype)
-        values[slots, :, at % layout.page_tokens] = v.to(values.dtype)
         q = rope(q, cos_rows, sin_rows)
         attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index])
         x = x + matmul(attended.flatten(1), layer.o, _optional(layer.o_bias))

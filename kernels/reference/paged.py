@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from tierd.kernels.layout import PageLayout
-
-_PAGE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+from tierd.kernels.reference.packed import FP8_MAX, PAGE_DTYPES, read_packed, write_packed
 
 
 def page_planes(memories: Sequence[Tensor], address: int, layout: PageLayout, layer: int) -> tuple[Tensor, Tensor]:
-    """Views of a page's keys and values in one layer, both [kv_heads, token, head_dim].
+    """A page's keys and values in one layer, both [kv_heads, token, head_dim].
 
-    Raises ValueError for an address that does not lie in `memories` (contiguous tensors) with a whole record.
+    Views, or of a packed page what its codes stand for, in float64. Raises ValueError for an address that does not lie
+    in `memories` (contiguous tensors) with a whole record.
     """
     record = _bytes_at(memories, address, layout.payload_bytes)
-    planes = record.view(_PAGE_DTYPES[layout.format]).view(layout.num_layers, 2, layout.kv_heads, -1)[layer]
+    if layout.packed:
+        return read_packed(_layer(record, layout, layer), layout)
+    planes = record.view(PAGE_DTYPES[layout.format]).view(layout.num_layers, 2, layout.kv_heads, -1)[layer]
     keys = planes[0].view(layout.kv_heads, layout.head_dim, layout.page_tokens)
     return keys.transpose(1, 2), planes[1].view(layout.kv_heads, layout.page_tokens, layout.head_dim)
 
@@ -155,11 +157,33 @@ def write(
     layer: int,
     spans: Sequence[tuple[int, int, int, int]],  # (address, first row, first token in the page, tokens)
 ) -> None:
-    """Puts rows into pages."""
-    for address, row, token, count in spans:
-        page_keys, page_values = page_planes(memories, address, layout, layer)
-        page_keys[:, token : token + count] = keys[row : row + count].transpose(0, 1).to(page_keys.dtype)
-        page_values[:, token : token + count] = values[row : row + count].transpose(0, 1).to(page_values.dtype)
+    """Puts rows into pages: of a packed page, its first token before the others."""
+    for address, row, token, count in sorted(spans, key=lambda span: span[2]):
+        new_keys, new_values = (rows[row : row + count].transpose(0, 1) for rows in (keys, values))
+        put_tokens(_bytes_at(memories, address, layout.payload_bytes), layout, layer, new_keys, new_values, token)
+
+
+def put_tokens(
+    record: Tensor, layout: PageLayout, layer: int, keys: Tensor, values: Tensor | None, first: int
+) -> None:
+    """Writes keys, and values if there are any, [kv_heads, tokens, head_dim] as tokens `first`.. of a record (uint8).
+
+    The first token of a packed page comes with the others, or before them.
+    """
+    if layout.packed:
+        write_packed(_layer(record, layout, layer), layout, keys, values, first)
+        return
+    planes = page_planes([record], record.data_ptr(), layout, layer)
+    for plane, new in zip(planes, (keys, values), strict=True):
+        if new is None:
+            continue
+        if layout.format == "fp8":
+            new = new.clamp(-FP8_MAX, FP8_MAX)
+        plane[:, first : first + new.shape[1]] = new.to(plane.dtype)
+
+
+def _layer(record: Tensor, layout: PageLayout, layer: int) -> Tensor:
+    return record[layer * layout.layer_bytes : (layer + 1) * layout.layer_bytes]
 
 
 def _bytes_at(memories: Sequence[Tensor], address: int, size_bytes: int) -> Tensor:
@@ -190,4 +214,5 @@ def shift(
         keys, _ = page_planes(memories, address, layout, layer)
         low, high = keys.double().chunk(2, -1)
         c, s = cos[index].double(), sin[index].double()
-        keys[:] = torch.cat((low * c - high * s, high * c + low * s), -1).to(keys.dtype)
+        shifted = torch.cat((low * c - high * s, high * c + low * s), -1)
+        put_tokens(_bytes_at(memories, address, layout.payload_bytes), layout, layer, shifted, None, 0)

@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside a measured roofline, and of a whole decoder of SmolLM2-135M's shape.
 
-    python tests/bench/kernels.py [--threads N] [--quick] [--only products|fp32|fp16|bf16]
+    python tests/bench/kernels.py [--threads N] [--quick] [--only products|FORMAT]
 
 Weights are random: the figures depend on shapes and formats only. Each figure is the median of its repetitions; on a
 machine that does other work, look at the smallest of several runs.
@@ -24,7 +24,7 @@ from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, TILE_BYTES, describe_m
 from tierd.kernels.cpu.quantize import quantize_row, quantized_row_bytes
 from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
 from tierd.kernels.cpu.team import PHASE_BYTES, PHASE_WORDS
-from tierd.kernels.layout import PageLayout
+from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
 
 SMOLLM2_135M = DecoderShape(
@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--only", choices=("products", "fp32", "fp16", "bf16"), help="one part")
+    parser.add_argument("--only", choices=("products", *PAGE_FORMATS), help="one part")
     arguments = parser.parse_args()
     repetitions = 3 if arguments.quick else 9
     start = time.perf_counter()
@@ -207,8 +207,8 @@ def main() -> None:
         roof = roofline()
         print(f"roofline: {roof[0] / 1e9:.1f} GB/s read, {roof[1] / 1e9:.0f} GFLOP/s sgemm (numpy)")
         bench_products(arguments.threads, roof)
-    for page_format in ("fp32", "fp16", "bf16"):
-        if arguments.only == page_format or (arguments.only is None and page_format != "bf16"):
+    for page_format in PAGE_FORMATS:
+        if arguments.only == page_format or (arguments.only is None and page_format in ("fp32", "fp16", "k8v4")):
             with synthetic_decoder(page_format, arguments.threads, 512) as decoder:
                 # Small numbers in every page format stand for the context that a decode step sees. Not zeros: memory
                 # that nobody has written is one page of the kernel's, over and over, and comes from the cache.

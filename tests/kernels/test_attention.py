@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -21,11 +21,11 @@ from tierd.kernels.cpu.attention import (
     scratch_bytes,
     sums_bytes,
 )
-from tierd.kernels.cpu.attention_step import PAGE_FORMAT_CODES
 from tierd.kernels.cpu.batch import Batch, cut_attention
 from tierd.kernels.cpu.forward import JOB
+from tierd.kernels.cpu.pages import page_values
 from tierd.kernels.cpu.team import PHASE_WORDS
-from tierd.kernels.layout import PageLayout
+from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 
 BOUND = 1e-5
 LAYERS, LAYER = 2, 1  # the layer tested is not the first, so that offsets count
@@ -70,7 +70,8 @@ class Case:
         group = heads // layout.kv_heads
         few_blocks = rows + 1 if by_segments else 0
         parts, cut_rows = cut_attention(batch, pages, max_block_queries(head_dim, group) // group, few_blocks)
-        scaled = (self.queries * np.float32(1 / np.sqrt(head_dim))).reshape(rows, -1)
+        turned = reference.turned(torch.from_numpy(self.queries), layout.rotation).float().numpy()
+        scaled = (turned * np.float32(1 / np.sqrt(head_dim))).reshape(rows, -1)
         out = np.full_like(scaled, np.nan)
         phases = np.zeros(ATTENTION_PHASES * PHASE_WORDS, np.int64)
         scratch = np.full(scratch_bytes(head_dim, group), 0xFF, np.uint8)
@@ -79,10 +80,7 @@ class Case:
         job = np.zeros((), JOB)[()]
         values = {
             "heads": heads, "kv_heads": layout.kv_heads, "head_dim": head_dim, "head_parts": head_parts,
-            "page_format": PAGE_FORMAT_CODES[layout.format],
-            "layer_bytes": layout.layer_bytes,
-            "head_bytes": layout.head_elements * layout.element_bytes,
-            "plane_bytes": layout.plane_elements * layout.element_bytes,
+            **page_values(layout),
             "block_queries": max_block_queries(head_dim, group), "qkv": scaled.ctypes.data,
             "qkv_stride": scaled.strides[0], "attended": out.ctypes.data, "attended_stride": out.strides[0],
             "rows": rows, "positions": batch.positions.ctypes.data, "row_seq": batch.row_seq.ctypes.data,
@@ -117,13 +115,14 @@ def make_case(
     for s, pages in enumerate(common):
         tables[s][:pages] = tables[s - 1][:pages]
     arena = np.full((sum(map(len, tables)) + 2, layout.record_bytes), 0xFF, np.uint8)
-    keys, values = reference.pages(arena, layout, LAYER)
     for table, length in zip(tables, lengths, strict=True):
-        at = torch.arange(length)
-        slots = torch.tensor(table)[at // 16]
-        for plane in (keys, values):
-            random = rng.standard_normal((length, kv_heads, head_dim)).astype(np.float32)
-            plane[slots, :, at % 16] = torch.from_numpy(random).to(plane.dtype)
+        keys, values = (
+            torch.from_numpy(rng.standard_normal((kv_heads, length, head_dim)).astype(np.float32)) for _ in range(2)
+        )
+        for page, slot in enumerate(table):
+            tokens = slice(16 * page, min(16 * page + 16, length))
+            record = torch.from_numpy(arena[slot])
+            reference.put_tokens(record, layout, LAYER, keys[:, tokens], values[:, tokens], 0)
     queries = (2 * rng.standard_normal((len(rows), heads, head_dim))).astype(np.float32)
     return Case(layout, arena, tables, queries, rows, window)
 
@@ -132,7 +131,7 @@ def span(sequence: int, first: int, stop: int) -> list[tuple[int, int]]:
     return [(sequence, position) for position in range(first, stop)]
 
 
-@pytest.mark.parametrize("format", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("format", list(PAGE_FORMATS))
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
 def test_matches_torch(format: str, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -173,8 +172,10 @@ def test_many_segments(by_segments: bool, window: int) -> None:
     assert np.abs(case.run(2, by_segments) - case.expected()).max() < BOUND
 
 
-@pytest.mark.parametrize("format", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("window", [0, 1, 40, 256, 300, 520])
+@pytest.mark.parametrize(
+    ("format", "window"),
+    [*product(["fp32", "fp16", "bf16"], [0, 1, 40, 256, 300, 520]), ("k8v4", 0), ("k8v4", 300)],
+)
 def test_sequences_with_common_pages(format: str, window: int) -> None:
     """Decode rows whose windows start anywhere, in any order, and a chunk of prefill in their midst."""
     rows = [(0, 900), (1, 511), (2, 1100), *span(3, 760, 774), (4, 600), (5, 512), (6, 300)]
@@ -223,7 +224,7 @@ def test_a_row_is_the_same_bits_in_every_batch(data: st.DataObject) -> None:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=data.draw(st.sampled_from([16, 64, 128])),
-        format=data.draw(st.sampled_from(["fp32", "fp16", "bf16"])),
+        format=data.draw(st.sampled_from(list(PAGE_FORMATS))),
         window=data.draw(st.sampled_from([0, 5, 16, 33, 270])),
         common=tuple(common),
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tierd.kernels import reference
 from tierd.kernels.cpu.step import CpuDecoder, DecoderShape
-from tierd.kernels.layout import PageLayout
+from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 from tierd.kernels.packing import WeightFormat
 
 from .decoders import Sequence, TinyModel, batch, forward, random_sequences, tiny_model
@@ -44,9 +44,13 @@ WIDE: dict[str, Any] = {"heads": 8, "hidden": 256, "intermediate": 256}  # colum
         ({**WIDE, "format": WeightFormat.INT5_K, "embed_format": WeightFormat.INT4_K}, 1e-3),
         ({"head_dim": 80, "heads": 7, "kv_heads": 1, "hidden": 50, "intermediate": 45, "vocab": 33}, 1e-5),
         ({"head_dim": 16, "heads": 4, "kv_heads": 4, "hidden": 8, "intermediate": 9, "biases": True}, 1e-5),
-        # A value of K or V that rounds the other way moves a logit by about half a unit of the page's format.
+        # A value of K or V that rounds the other way moves a logit by about a unit of the page's format.
         ({"page_format": "fp16"}, 1e-3),
         ({"page_format": "bf16"}, 1e-2),
+        ({"page_format": "fp8"}, 3e-3),
+        # One of 16 steps would move it by more than an error does: formats of 4 bits are tested in test_pages.py.
+        ({"page_format": "k8v8", "qk_norm": True, "windows": (20, 0)}, 3e-3),
+        ({"page_format": "k8v8", "head_dim": 80, "heads": 7, "kv_heads": 1}, 3e-3),
     ],
 )
 def test_matches_the_reference(options: dict[str, Any], bound: float) -> None:
@@ -65,7 +69,7 @@ def test_matches_the_reference(options: dict[str, Any], bound: float) -> None:
         assert np.nanmax(np.abs(ours - theirs)) < bound
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("page_format", list(PAGE_FORMATS))
 def test_decoding_token_by_token_gives_the_bits_of_one_prefill(page_format: str) -> None:
     model = tiny_model(page_format=page_format, format=WeightFormat.INT4_G32, biases=True, qk_norm=True)
     sequences, slots = random_sequences(np.random.default_rng(2), [40], model.shape.vocab)
@@ -126,6 +130,8 @@ def _models() -> list[TinyModel]:
         tiny_model(**WIDE, format=WeightFormat.INT5_K, embed_format=WeightFormat.INT8_K),
         tiny_model(windows=(9, 0), biases=True, qk_norm=True, tied=False),
         tiny_model(heads=7, kv_heads=1, head_dim=64, format=WeightFormat.INT8, page_format="bf16"),
+        tiny_model(heads=7, kv_heads=1, head_dim=64, page_format="k8v4"),
+        tiny_model(heads=3, kv_heads=3, page_format="k4v8", windows=(20, 0)),
     ]
 
 
@@ -152,7 +158,7 @@ def test_shared_pages_serve_two_sequences() -> None:
     assert np.array_equal(warm, cold[32:])
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "fp16"])
+@pytest.mark.parametrize("page_format", ["fp32", "fp16", "k8v8", "k4v4"])
 def test_sequences_with_common_segments_give_the_bits_of_each_alone(page_format: str) -> None:
     """Decode and prefill rows of sequences that branch off one another, within segments and at their ends; the windows
     of the second layer start anywhere."""

@@ -61,7 +61,7 @@ def test_memories_that_do_not_fit_are_refused() -> None:
             forward(decoder, np.zeros((1, 4096), np.uint8), inputs)
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "fp16"])
+@pytest.mark.parametrize("page_format", ["fp32", "fp16", "k8v4"])
 def test_pages_in_any_memory_and_passes_by_layers_give_the_same_bits(page_format: str) -> None:
     """Decode and prefill rows in one batch: pages in one arena; scattered over two; the same layer by layer; and
     layer by layer with the full pages copied, slice by slice, to a staging buffer that holds one layer at a time."""

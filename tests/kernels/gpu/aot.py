@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tierd.kernels.gpu.decode import plan_decode
+from tierd.kernels.gpu.embed import plan_embed
 from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.gather import plan_gather, plan_scatter
@@ -38,12 +39,15 @@ from tierd.kernels.gpu.matmul import plan_matmul
 from tierd.kernels.gpu.merge import plan_merge
 from tierd.kernels.gpu.packing import GpuMatrix
 from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable
+from tierd.kernels.gpu.quant import reading
 from tierd.kernels.gpu.sample import plan_sample
+from tierd.kernels.gpu.selection import plan_bounds, plan_select
 from tierd.kernels.gpu.shift import plan_shift
 from tierd.kernels.gpu.write import Spans, plan_write
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import WeightFormat
 
+PACKED = ("fp8", "k8v8", "k4v8", "k4v4")  # what is compiled of page formats; k8v4 has parts of two of them
 ARCHITECTURES = (80, 86, 89, 90, 120)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
@@ -92,7 +96,7 @@ def table(model: Model, batch: int, pages: int, format: str = "bf16") -> PageTab
     layout = PageLayout(model.layers, model.kv_heads, model.head_dim, format)
     return PageTable(
         layout, meta(batch * pages, dtype=torch.int64), meta(batch + 1, dtype=torch.int32),
-        meta(batch, dtype=torch.int32), pages, meta(64, dtype=PAGE_DTYPES[format]),
+        meta(batch, dtype=torch.int32), pages, meta(64, dtype=PAGE_DTYPES.get(format, torch.uint8)),
     )  # fmt: skip
 
 
@@ -101,6 +105,8 @@ def attention_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     queries = qkv[:, : model.heads]
     for name, options in (("decode", {}), ("decode mass window", {"want_mass": True, "window": 4096})):
         yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, **options)
+    for format in PACKED:
+        yield f"decode {format}", plan_decode(queries, table(model, 8, 512, format), model.layers - 1)
     outs, lses = meta(2, 8, model.heads, model.head_dim), meta(2, 8, model.heads, dtype=torch.float32)
     yield "merge", plan_merge(outs, lses)
 
@@ -115,6 +121,11 @@ def cache_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
         yield name, plan_extend(queries, keys, values, offsets, 2048, pages, 1, window=window)
     spans = Spans(pages.layout, meta(256, dtype=torch.int64), meta(256, 3, dtype=torch.int32), pages.base)
     yield "write", plan_write(keys, values, spans, 1)
+    for format in PACKED:
+        pages = table(model, 2, 512, format)
+        yield f"extend {format}", plan_extend(queries, keys, values, offsets, 2048, pages, 1)
+        spans = Spans(pages.layout, meta(256, dtype=torch.int64), meta(256, 3, dtype=torch.int32), pages.base)
+        yield f"write {format}", plan_write(keys, values, spans, 1)
 
 
 def matrix(format: WeightFormat, rows: int, cols: int) -> GpuMatrix:
@@ -138,6 +149,8 @@ def matmul_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
                 outputs, cols = shapes[name]
                 yield f"{format} {name} x{rows}", plan_matmul(meta(rows, cols), matrix(format, outputs, cols))
     head = matrix(WeightFormat.INT8_G32, model.vocab, model.hidden)
+    tokens = meta(8, dtype=torch.int32)
+    yield "embed int4-g32", plan_embed(tokens, matrix(WeightFormat.INT4_G32, model.vocab, model.hidden), torch.bfloat16)
     yield "int8-g32 head x1", plan_matmul(meta(1, model.hidden), head, out_dtype=torch.float32)
 
 
@@ -162,12 +175,26 @@ def other_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     yield "sample", plan_sample(logits, floats, meta(8, dtype=torch.int32), floats, floats, floats)
 
 
+def select_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
+    """Pages read for repacking, their bounds, and the choice among 512 of each of 8 sequences."""
+    addresses, lengths = meta(64, dtype=torch.int64), meta(64, dtype=torch.int32)
+    for format in ("bf16", "k8v8"):
+        pages = table(model, 8, 512, format)
+        yield f"read {format}", reading(addresses, pages.base, pages.layout, 1)
+    pages = table(model, 8, 512)
+    yield "bounds", plan_bounds(addresses, pages.base, pages.layout, 1, lengths)
+    low = meta(4096, model.kv_heads, model.head_dim, dtype=torch.float32)
+    queries = meta(8, model.heads, model.head_dim)
+    yield "select", plan_select(queries, low, low, meta(9, dtype=torch.int32), 512, 64)
+
+
 # Kernels by the name that --kernels takes.
 CASES: dict[str, Callable[[Model], Iterator[tuple[str, Plan[Any]]]]] = {
     "attention": attention_cases,
     "cache": cache_cases,
     "matmul": matmul_cases,
     "fused": fused_cases,
+    "select": select_cases,
     "other": other_cases,
 }
 
@@ -218,7 +245,8 @@ def compile_all(kernels: list[str], pattern: str, models: list[Model], arches: l
         for model in models:
             for kernel in kernels:
                 for name, plan in CASES[kernel](model):
-                    for launch in plan.launches if re.search(pattern, name) else ():
+                    launches = [launch for launch in plan.launches if isinstance(launch, Launch)]
+                    for launch in launches if re.search(pattern, name) else ():
                         key = (source(launch).hash(), launch.num_warps, launch.num_stages)
                         if key not in seen:
                             seen.add(key)

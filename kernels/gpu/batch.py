@@ -1,0 +1,200 @@
+"""The rows of a pass as the card's kernels want them: those that decode first, then the chunks; all checked.
+
+Plain numpy: nothing here needs a card. Sequences with one row are *decode* rows, whose attention is split along the
+sequence; those with more are chunks, for `extend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierd.kernels.layout import PageLayout
+
+Ints = NDArray[np.int32]
+Addresses = NDArray[np.int64]
+ALIGN_BYTES = 64  # of a record's address: what the kernels' vector loads are told
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Memory in which pages may lie."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """One pass. R rows in a new order, D of them decode, C chunks, S spans, L logits.
+
+    Pages of decode rows and of chunks lie end to end in their own arrays, as `places` says for those of the caller.
+    """
+
+    tokens: Ints  # [R]
+    positions: Ints  # [R]
+    decode_offsets: Ints  # [D + 1]
+    decode_lengths: Ints  # [D] tokens seen, the row's own included
+    chunk_offsets: Ints  # [C + 1]
+    chunk_lengths: Ints  # [C] tokens before the chunk
+    chunk_rows: Ints  # [C + 1] first row of each, counted from row D
+    decode_places: NDArray[np.int64]  # of the caller's pages, [decode pages]
+    chunk_places: NDArray[np.int64]  # [chunk pages]
+    span_places: NDArray[np.int64]  # [S]
+    spans: Ints  # [S, 3] first row, first token in its page, tokens
+    logit_rows: Ints  # [L] in the new order
+    new_rows: Ints  # [R] where each row of the caller's went
+
+    def with_logits(self, rows: Ints) -> Arranged:
+        """The same pass with logits of other rows."""
+        return replace(self, logit_rows=rows)
+
+    @property
+    def decode_rows(self) -> int:
+        """D."""
+        return len(self.decode_lengths)
+
+    @property
+    def max_decode_pages(self) -> int:
+        """Of one decode row."""
+        return int(np.diff(self.decode_offsets).max(initial=0))
+
+    @property
+    def max_chunk_pages(self) -> int:
+        """Of one chunk."""
+        return int(np.diff(self.chunk_offsets).max(initial=0))
+
+    @property
+    def max_chunk_rows(self) -> int:
+        """Of one chunk."""
+        return int(np.diff(self.chunk_rows).max(initial=0))
+
+
+def arrange(
+    tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, page_tokens: int,
+    vocab: int, context: int, max_rows: int,
+) -> Arranged:  # fmt: skip
+    """Arranges a pass, see `GpuDecoder.forward`. Raises ValueError for rows that don't fit one another or the model."""
+    _check(tokens, positions, row_seq, page_offsets, logit_rows, page_tokens, vocab, context, max_rows)
+    first = np.flatnonzero(np.concatenate([[True], row_seq[1:] != row_seq[:-1]]))
+    counts = np.diff(first, append=len(tokens))
+    if len(np.unique(row_seq)) != len(first):
+        raise ValueError("the rows of a sequence must be adjacent")
+    steps = np.arange(len(tokens)) - np.repeat(first, counts)
+    if (positions != np.repeat(positions[first], counts) + steps).any():
+        raise ValueError("the rows of a sequence must follow each other in position")
+    alone = counts == 1
+    turn = np.concatenate([np.flatnonzero(alone), np.flatnonzero(~alone)])  # groups in their new order
+    decode_count = int(alone.sum())
+    counts, first, sequence = counts[turn], first[turn], row_seq[first[turn]]
+    starts = np.concatenate([[0], np.cumsum(counts)])  # new first row of each group
+    order = np.repeat(first - starts[:-1], counts) + np.arange(len(tokens))
+    new_row = np.empty(len(tokens), np.int32)
+    new_row[order] = np.arange(len(tokens), dtype=np.int32)
+    begin, tables = positions[first], page_offsets[sequence]
+    held = np.where(counts == 1, begin // page_tokens + 1, -(-begin // page_tokens))  # pages that are read
+    decode, chunks = slice(0, decode_count), slice(decode_count, None)
+    spans, span_places = _spans(starts[:-1], begin, counts, tables, page_tokens)
+    return Arranged(
+        tokens=tokens[order],
+        positions=positions[order],
+        decode_offsets=_ends(held[decode]),
+        decode_lengths=(begin[decode] + 1).astype(np.int32),
+        chunk_offsets=_ends(held[chunks]),
+        chunk_lengths=begin[chunks].astype(np.int32),
+        chunk_rows=_ends(counts[chunks]),
+        decode_places=_places(tables[decode], held[decode]),
+        chunk_places=_places(tables[chunks], held[chunks]),
+        span_places=span_places,
+        spans=spans,
+        logit_rows=new_row[logit_rows],
+        new_rows=new_row,
+    )
+
+
+def check_addresses(
+    pages: Addresses, page_offsets: Ints, memories: Sequence[Range], layout: PageLayout, layers: range
+) -> None:
+    """Raises ValueError unless the slices of `layers` of every page lie, aligned, within one of the memories."""
+    if pages.dtype != np.int64 or pages.ndim != 1 or page_offsets[-1] > len(pages):
+        raise ValueError(f"page_offsets speak of {page_offsets[-1]} pages, got {pages.dtype} {pages.shape}")
+    slices = pages.view(np.uint64) + np.uint64(layers.start * layout.layer_bytes)
+    size = len(layers) * layout.layer_bytes
+    inside = np.zeros(len(slices), np.bool_)
+    for memory in memories:
+        if memory.nbytes >= size:
+            inside |= slices - np.uint64(memory.address) <= np.uint64(memory.nbytes - size)
+    inside &= slices % np.uint64(ALIGN_BYTES) == 0
+    if not inside.all():
+        page = int(np.argmin(inside))
+        raise ValueError(
+            f"page {page}: {size} bytes at address {slices[page]} do not lie, aligned to {ALIGN_BYTES}, within one of "
+            "the memories that the card reads"
+        )
+
+
+def range_of(memory: Any) -> Range:
+    """The range of a row of an arena's memory: an array, or the name of memory on the card (`address`, `nbytes`)."""
+    if isinstance(memory, np.ndarray):
+        if not memory.flags.c_contiguous:
+            raise ValueError(f"memories must be contiguous, got strides {memory.strides}")
+        return Range(int(memory.ctypes.data), memory.nbytes)
+    return Range(memory.address, memory.nbytes)
+
+
+def _check(
+    tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, page_tokens: int,
+    vocab: int, context: int, max_rows: int,
+) -> None:  # fmt: skip
+    named = {
+        "tokens": tokens, "positions": positions, "row_seq": row_seq, "page_offsets": page_offsets,
+        "logit_rows": logit_rows,
+    }  # fmt: skip
+    for name, array in named.items():
+        if array.ndim != 1 or array.dtype != np.int32:
+            raise ValueError(f"{name} must be an int32 vector, got {array.dtype} {array.shape}")
+    rows = len(tokens)
+    if not 1 <= rows <= max_rows:
+        raise ValueError(f"a pass takes 1 to {max_rows} rows, got {rows}")
+    if len(positions) != rows or len(row_seq) != rows:
+        raise ValueError(f"{rows} tokens, but {len(positions)} positions and {len(row_seq)} sequence numbers")
+    if len(logit_rows) > max_rows:
+        raise ValueError(f"a pass gives at most {max_rows} rows of logits, got {len(logit_rows)}")
+    bounds = {"tokens": vocab, "positions": context, "row_seq": len(page_offsets) - 1, "logit_rows": rows}
+    for name, bound in bounds.items():
+        values = named[name]
+        if len(values) and not 0 <= values.min() <= values.max() < bound:
+            raise ValueError(f"{name} must lie in 0..{bound - 1}, got {values.min()}..{values.max()}")
+    if page_offsets[0] < 0 or (np.diff(page_offsets) < 0).any():
+        raise ValueError("page_offsets must ascend from 0 or more")
+    held = np.diff(page_offsets)[row_seq]
+    if (positions // page_tokens >= held).any():
+        row = int(np.argmax(positions // page_tokens >= held))
+        raise ValueError(f"row {row} is at position {positions[row]}, its sequence has {held[row]} pages")
+
+
+def _spans(
+    rows: NDArray[Any], begin: NDArray[Any], counts: NDArray[Any], tables: NDArray[Any], page_tokens: int
+) -> tuple[Ints, NDArray[np.int64]]:
+    """Neighbouring rows of one page: [S, 3], and the place of its page among the caller's."""
+    first_page, last_page = begin // page_tokens, (begin + counts - 1) // page_tokens
+    pages_each = last_page - first_page + 1
+    group = np.repeat(np.arange(len(begin)), pages_each)
+    page = np.arange(len(group)) - np.repeat(np.cumsum(pages_each) - pages_each, pages_each) + first_page[group]
+    low = np.maximum(page * page_tokens, begin[group])
+    high = np.minimum((page + 1) * page_tokens, begin[group] + counts[group])
+    spans = np.stack([rows[group] + low - begin[group], low - page * page_tokens, high - low], 1).astype(np.int32)
+    return spans, tables[group].astype(np.int64) + page
+
+
+def _places(tables: NDArray[Any], held: NDArray[Any]) -> NDArray[np.int64]:
+    """Where the first `held` pages of each table lie, end to end."""
+    return np.repeat(tables - (np.cumsum(held) - held), held) + np.arange(int(held.sum()), dtype=np.int64)
+
+
+def _ends(counts: NDArray[Any]) -> Ints:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

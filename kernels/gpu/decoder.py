@@ -1,0 +1,387 @@
+"""The decoder on the card: weights and passes of one model, as `CpuDecoder` on the CPU.
+
+A pass takes decode and prefill rows mixed. Rows that are alone in their sequence decode: their attention is split along
+the sequence, and a pass of such rows only runs as a CUDA graph. The others are chunks, and go through `extend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierd.kernels.gpu.batch import Addresses, Arranged, Ints, arrange, check_addresses, range_of
+from tierd.kernels.gpu.decode import plan_decode
+from tierd.kernels.gpu.extend import plan_extend
+from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
+from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
+from tierd.kernels.gpu.inputs import Inputs, Sizes
+from tierd.kernels.gpu.pages import base_of, value_dtype
+from tierd.kernels.gpu.products import Matrix, matrix_bytes, product_plan, rows_plan, to_card
+from tierd.kernels.gpu.sample import plan_sample
+from tierd.kernels.gpu.write import plan_write
+from tierd.kernels.layout import PageLayout
+
+if TYPE_CHECKING:
+    from tierd.kernels.cpu.step import DecoderShape, LayerWeights
+    from tierd.kernels.packing import PackedMatrix
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLayer:
+    """One layer on the card; what a model does not have is None."""
+
+    attn_norm: Tensor
+    qkv: Matrix
+    o: Matrix
+    mlp_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+    qkv_bias: Tensor | None = None
+    qk_norms: tuple[Tensor, Tensor] | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    @staticmethod
+    def load(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> GpuLayer:
+        """A layer of a prepared model. Norms and biases stay fp32 where the products are ours."""
+
+        def vector(values: Floats | None) -> Tensor | None:
+            return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        def needed(values: Floats) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+        has_norms = layer.q_norm is not None and layer.k_norm is not None
+        return GpuLayer(
+            needed(layer.attn_norm), to_card(layer.qkv, device, dtype), to_card(layer.o, device, dtype),
+            needed(layer.mlp_norm), to_card(layer.gate_up, device, dtype), to_card(layer.down, device, dtype),
+            vector(layer.qkv_bias),
+            (needed(layer.q_norm), needed(layer.k_norm)) if has_norms else None,  # type: ignore[arg-type]
+            vector(layer.o_bias), vector(layer.gate_up_bias), vector(layer.down_bias),
+        )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the matrices."""
+        return sum(matrix_bytes(matrix) for matrix in (self.qkv, self.o, self.gate_up, self.down))
+
+
+class Ends(NamedTuple):
+    """What comes before the first layer and after the last one."""
+
+    embed: Matrix
+    final_norm: Tensor
+    head: Matrix
+
+
+class Draws(NamedTuple):
+    """How each row of logits is drawn from, see `kernels.gpu.sample`; vectors [logits]."""
+
+    temperatures: Floats
+    top_ks: Ints
+    top_ps: Floats
+    min_ps: Floats
+    draws: Floats
+
+
+class _Passed(NamedTuple):
+    """A pass that has been computed: logits, and what the final norm takes of every row."""
+
+    logits: Tensor
+    branch: Tensor
+    residual: Tensor | None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A pass between `start` and `finish`."""
+
+    arranged: Arranged
+    inputs: Inputs
+    page_offsets: Ints
+    branch: Tensor  # what the last block adds to the residual
+    residual: Tensor | None
+    next_layer: int = 0
+
+
+class GpuDecoder:
+    """A decoder whose weights lie on a card. `max_rows` bounds the rows, and the logits, of a pass.
+
+    Args:
+        layers, ends: on one device.
+        layout: of the pages; activations have `dtype`, which for quantized matrices is fp16 or bf16.
+        cos, sin: fp32 [context, head_dim / 2].
+        capture: captures steps; None runs all of them eagerly.
+        stream: that everything is launched on; None for the caller's current one.
+        note: told what a user should know.
+
+    Threading: one pass at a time, all from one thread. Raises ValueError for shapes that don't fit.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: Sequence[GpuLayer],
+        ends: Ends,
+        layout: PageLayout,
+        cos: Floats,
+        sin: Floats,
+        max_rows: int,
+        dtype: torch.dtype,
+        *,
+        capture: Capturer | None = None,
+        stream: torch.cuda.Stream | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if (layout.num_layers, layout.kv_heads, layout.head_dim) != (len(layers), shape.kv_heads, shape.head_dim):
+            raise ValueError(f"the page layout {layout.describe()} is not that of the decoder")
+        if cos.ndim != 2 or sin.shape != cos.shape or cos.shape[1] != shape.head_dim // 2 or not len(cos):
+            raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
+        self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
+        self._layers, self._ends, self._dtype = list(layers), ends, dtype
+        self.device = ends.final_norm.device
+        self._base = base_of(layout, self.device)
+        self._page_dtype = value_dtype(layout, dtype)
+        tables = (torch.from_numpy(np.ascontiguousarray(table, np.float32)) for table in (cos, sin))
+        self._cos, self._sin = (table.to(self.device) for table in tables)
+        self._graphs: Graphs[_Passed] = Graphs(self._base, capture, note)
+        self._stream = stream
+        self._open: _Open | None = None
+        self._last: tuple[Arranged, _Passed] | None = None
+
+    @property
+    def graph_stats(self) -> GraphStats:
+        """How decode steps have run."""
+        return self._graphs.stats
+
+    def forward(
+        self, memories: Sequence[Any], tokens: Ints, positions: Ints, row_seq: Ints, pages: Addresses,
+        page_offsets: Ints, logit_rows: Ints,
+    ) -> Floats:  # fmt: skip
+        """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
+
+        As `CpuDecoder.forward`, with these differences: rows of a sequence follow each other in position, records start
+        at multiples of 64 bytes, and `memories` are arrays or ranges (`address`, `nbytes`) that the card can read and
+        write. Returns when the card is done. Raises ValueError, before any memory is touched, for what doesn't fit.
+        """
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
+        check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
+        self._open = None
+        with torch.cuda.stream(self._stream):
+            return _on_host(self._pass(arranged, pages))
+
+    def draw(
+        self, memories: Sequence[Any], tokens: Ints, positions: Ints, row_seq: Ints, pages: Addresses,
+        page_offsets: Ints, logit_rows: Ints, draws: Draws,
+    ) -> Ints:  # fmt: skip
+        """As `forward`, and draws on the card: a token for each row of logits, -1 where they are not finite."""
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
+        check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
+        self._open = None
+        with torch.cuda.stream(self._stream):
+            logits = self._pass(arranged, pages)
+            how = (torch.from_numpy(np.ascontiguousarray(values)).to(self.device) for values in draws)
+            drawn: Ints = plan_sample(logits, *how).run().cpu().numpy()
+            return drawn
+
+    def start(
+        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, rows: None = None
+    ) -> None:
+        """Opens a pass that is computed layer by layer. Arguments and errors as for `forward`."""
+        if rows is not None:
+            raise ValueError("the embedding lies on the card: no rows of it are handed in")
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
+        with torch.cuda.stream(self._stream):
+            inputs = Inputs(Sizes.of(arranged), self._base)
+            inputs.load(arranged, np.zeros(int(page_offsets[-1]), np.int64))
+            self._open = _Open(arranged, inputs, page_offsets.copy(), self._embed(inputs), None)
+            self._synchronize()
+
+    def layer(self, index: int, memories: Sequence[Any], pages: Addresses, placed: None = None) -> None:
+        """Computes layer `index` of the open pass, whose slices of the pages lie there. Returns when it is computed:
+        the memory may then be filled with what the next layer needs. Raises ValueError as `CpuDecoder.layer`.
+        """
+        opened = self._opened()
+        if placed is not None:
+            raise ValueError("the weights lie on the card: none are handed in")
+        if index != opened.next_layer or index >= len(self._layers):
+            raise ValueError(f"layer {index} of {len(self._layers)} after {opened.next_layer} layers")
+        ranges = [range_of(memory) for memory in memories]
+        check_addresses(pages, opened.page_offsets, ranges, self.layout, range(index, index + 1))
+        opened.next_layer += 1
+        with torch.cuda.stream(self._stream):
+            opened.inputs.load_pages(opened.arranged, pages)
+            opened.branch, opened.residual = self._layer(index, opened.branch, opened.residual, opened.inputs)
+            self._synchronize()
+
+    def finish(self, head: Iterable[Any] | None = None) -> Floats:
+        """Closes the open pass: logits [len(logit_rows), vocab]. Raises ValueError before its last layer is done."""
+        opened = self._opened()
+        if head is not None:
+            raise ValueError("the head lies on the card: none is handed in")
+        if opened.next_layer != len(self._layers):
+            raise ValueError(f"the open pass has {opened.next_layer} of {len(self._layers)} layers")
+        self._open = None
+        with torch.cuda.stream(self._stream):
+            passed = self._head(opened.branch, opened.residual, opened.inputs)
+            self._last = (opened.arranged, passed)
+            return _on_host(passed.logits)
+
+    def hidden(self, rows: Ints) -> Floats:
+        """Final hidden states [len(rows), hidden] of rows of the last pass, which is complete: what the head takes."""
+        if self._last is None:
+            raise ValueError("no pass is complete")
+        arranged, (_, branch, residual) = self._last
+        if len(rows) and not 0 <= rows.min() <= rows.max() < len(arranged.tokens):
+            raise ValueError(f"the last pass has {len(arranged.tokens)} rows")
+        with torch.cuda.stream(self._stream):
+            at = torch.from_numpy(arranged.new_rows[rows].astype(np.int64)).to(self.device)
+            return _on_host(self._normed(branch, residual, at).float())
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Compiles what passes of one row, of a few, and of chunks launch, on a page of its own."""
+        record = torch.zeros(self.layout.record_bytes + 64, dtype=torch.uint8, device=self.device)
+        page = np.array([-(-record.data_ptr() // 64) * 64], np.int64)
+        memory = _Piece(int(page[0]), self.layout.record_bytes)
+        counts = [count for count in (1, 16) if count <= min(self.context, self.max_rows, self.layout.page_tokens)]
+        for done, count in enumerate(counts):
+            progress(done, len(counts))
+            steps = np.arange(count, dtype=np.int32)
+            zeros, ends = np.zeros(count, np.int32), np.array([0, 1], np.int32)
+            self.forward([memory], zeros, steps, zeros, page, ends, steps[-1:])
+        progress(len(counts), len(counts))
+
+    def close(self) -> None:
+        """Lets go of everything on the card. Passes raise ValueError afterwards. Idempotent."""
+        self._layers = []
+        self._graphs = Graphs(self._base, None, lambda text: None)
+        self._open = self._last = None
+
+    # -- one pass ---------------------------------------------------------------------------------------------------
+
+    def _arranged(
+        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints
+    ) -> Arranged:
+        if not self._layers:
+            raise ValueError("the decoder is closed")
+        return arrange(
+            tokens, positions, row_seq, page_offsets, logit_rows, self.layout.page_tokens, self.shape.vocab,
+            self.context, self.max_rows,
+        )  # fmt: skip
+
+    def _pass(self, arranged: Arranged, pages: Addresses) -> Tensor:
+        """Logits, on the card: [logits, vocab] in the order of the caller's."""
+        bucket = None
+        if arranged.decode_rows == len(arranged.tokens):
+            bucket = Graphs.bucket(arranged.decode_rows, arranged.max_decode_pages)
+        if bucket is None:
+            inputs = Inputs(Sizes.of(arranged), self._base)
+            inputs.load(arranged, pages)
+            passed = self._compute(inputs)
+            self._last = (arranged, passed)
+            return passed.logits
+        inputs = self._graphs.inputs(bucket)
+        every = arranged.with_logits(np.arange(arranged.decode_rows, dtype=np.int32))
+        inputs.load(every, pages)
+        passed = self._graphs.run(bucket, self._compute)
+        self._last = (arranged, passed)
+        rows = arranged.logit_rows
+        if np.array_equal(rows, every.logit_rows):
+            return passed.logits[: len(rows)]
+        return passed.logits[torch.from_numpy(rows.astype(np.int64)).to(self.device)]
+
+    def _compute(self, inputs: Inputs) -> _Passed:
+        branch, residual = self._embed(inputs), None
+        for index in range(len(self._layers)):
+            branch, residual = self._layer(index, branch, residual, inputs)
+        return self._head(branch, residual, inputs)
+
+    def _embed(self, inputs: Inputs) -> Tensor:
+        return rows_plan(inputs.tokens, self._ends.embed, self._dtype).run()
+
+    def _layer(self, index: int, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The branch and the residual after a layer. Temporaries go back to torch's allocator as it proceeds."""
+        layer, shape = self._layers[index], self.shape
+        normed, residual = plan_add_norm(branch, layer.attn_norm, shape.norm_eps, residual).run()
+        attended = self._attend(index, normed, inputs)
+        branch = product_plan(attended, layer.o, layer.o_bias).run()
+        normed, residual = plan_add_norm(branch, layer.mlp_norm, shape.norm_eps, residual).run()
+        both = product_plan(normed, layer.gate_up, layer.gate_up_bias).run()
+        return product_plan(plan_swiglu(both).run(), layer.down, layer.down_bias).run(), residual
+
+    def _attend(self, index: int, normed: Tensor, inputs: Inputs) -> Tensor:
+        layer, shape, layout, sizes = self._layers[index], self.shape, self.layout, inputs.sizes
+        fused = product_plan(normed, layer.qkv, layer.qkv_bias, self._page_dtype).run()
+        qkv = fused.view(len(fused), -1, shape.head_dim)
+        turned = plan_rotate(
+            qkv, shape.heads, shape.kv_heads, self._cos, self._sin, inputs.positions, layer.qk_norms, shape.norm_eps
+        ).run()
+        queries, keys, values = turned.queries, turned.keys, qkv[:, shape.heads + shape.kv_heads :]
+        plan_write(keys, values, inputs.spans(layout), index).run()
+        window, first, parts = shape.windows[index], sizes.decode_rows, []
+        if first:
+            parts.append(plan_decode(queries[:first], inputs.decode_table(layout), index, window=window).run().out)
+        if sizes.chunks:
+            new = plan_extend(
+                queries[first:], keys[first:], values[first:], inputs.chunk_rows, sizes.max_chunk_rows,
+                inputs.chunk_table(layout), index, window=window,
+            ).run()  # fmt: skip
+            parts.append(new.out)
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attended.view(len(attended), -1).to(self._dtype)
+
+    def _head(self, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> _Passed:
+        if not inputs.sizes.logits:
+            logits = torch.empty((0, self.shape.vocab), dtype=torch.float32, device=self.device)
+            return _Passed(logits, branch, residual)
+        normed = self._normed(branch, residual, inputs.logit_rows)
+        return _Passed(product_plan(normed, self._ends.head, None, torch.float32).run(), branch, residual)
+
+    def _normed(self, branch: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
+        wanted = torch.index_select(branch, 0, rows)
+        rest = None if residual is None else torch.index_select(residual, 0, rows)
+        return plan_add_norm(wanted, self._ends.final_norm, self.shape.norm_eps, rest).run().normed
+
+    def _opened(self) -> _Open:
+        if self._open is None:
+            raise ValueError("no pass is open: start one first")
+        return self._open
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class _Piece(NamedTuple):
+    """Some memory."""
+
+    address: int
+    nbytes: int
+
+
+def load_ends(
+    embed: PackedMatrix, final_norm: Floats, head: PackedMatrix, device: torch.device, dtype: torch.dtype
+) -> Ends:
+    """The ends of a prepared model; a head that is the embedding is on the card once."""
+    first = to_card(embed, device, dtype)
+    last = first if head is embed or head.data is embed.data else to_card(head, device, dtype)
+    return Ends(first, torch.from_numpy(np.ascontiguousarray(final_norm)).to(device), last)
+
+
+def _on_host(logits: Tensor) -> Floats:
+    """Logits as an array of their own; waits for the card."""
+    if logits.device.type != "cuda":
+        return logits.numpy().copy()
+    near = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
+    near.copy_(logits, non_blocking=True)
+    torch.cuda.current_stream(logits.device).synchronize()
+    return near.numpy()

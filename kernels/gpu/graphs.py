@@ -1,0 +1,133 @@
+"""Captured steps: one CUDA graph for each bucket of rows and pages, and plain launches where that can't be had.
+
+A decode step is some three hundred launches of a few microseconds each, which Python can't issue as fast as a card runs
+them. A graph replays them with one call. It fixes every address and every grid, so steps are rounded up to buckets.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from tierd.kernels.gpu.inputs import Inputs, Sizes
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+MIN_PAGES = 32  # one split of decode; from here on buckets double
+MAX_GRAPHS = 48
+
+
+Result = TypeVar("Result")
+
+
+class Capturer(Protocol):
+    """Captures what a call launches; returns what replays it. Raises RuntimeError where that is not possible.
+
+    The result lies where it lay when it was captured, until the next replay of any step.
+    """
+
+    def __call__(self, run: Callable[[], Result]) -> Callable[[], Result]: ...
+
+
+class CudaCapturer:
+    """Captures on a stream of its own: events that other threads record on the compute stream stay out of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()  # steps run one after the other, so their memory can be the same
+
+    def __call__(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = run()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@dataclass(slots=True)
+class _Step(Generic[Result]):
+    """A bucket."""
+
+    inputs: Inputs
+    replay: Callable[[], Result] | None = None
+    broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """Steps since the start, by how they ran."""
+
+    captured: int
+    replayed: int
+    eager: int  # decode steps in buckets, without a graph
+
+
+class Graphs(Generic[Result]):
+    """The buckets of a decoder.
+
+    Args:
+        capture: None: every step runs eagerly.
+        note: told, once a bucket, that it could not be captured, and why.
+    """
+
+    def __init__(
+        self, base: Tensor, capture: Capturer | None, note: Callable[[str], None], max_graphs: int = MAX_GRAPHS
+    ) -> None:
+        self._base = base
+        self._capture = capture
+        self._note = note
+        self._max_graphs = max_graphs
+        self._steps: OrderedDict[tuple[int, int], _Step[Result]] = OrderedDict()
+        self._captured = self._replayed = self._eager = 0
+
+    @property
+    def stats(self) -> GraphStats:
+        """Counts so far."""
+        return GraphStats(self._captured, self._replayed, self._eager)
+
+    @staticmethod
+    def bucket(rows: int, pages: int) -> tuple[int, int] | None:
+        """The bucket of a step of `rows` decode rows with at most `pages` pages; None for more rows than any has."""
+        if rows > ROW_BUCKETS[-1]:
+            return None
+        room = MIN_PAGES
+        while room < pages:
+            room *= 2
+        return next(bucket for bucket in ROW_BUCKETS if rows <= bucket), room
+
+    def inputs(self, bucket: tuple[int, int]) -> Inputs:
+        """The block to be loaded before `run`. The bucket used least recently goes when there are too many."""
+        if bucket in self._steps:
+            self._steps.move_to_end(bucket)
+        else:
+            while len(self._steps) >= self._max_graphs:
+                self._steps.popitem(last=False)
+            self._steps[bucket] = _Step(Inputs(Sizes.of_decode(*bucket), self._base))
+        return self._steps[bucket].inputs
+
+    def run(self, bucket: tuple[int, int], compute: Callable[[Inputs], Result]) -> Result:
+        """Runs the loaded step. Its first run is eager, which compiles what it needs; then it is captured."""
+        step = self._steps[bucket]
+        if step.replay is not None:
+            self._replayed += 1
+            return step.replay()
+        result = compute(step.inputs)
+        self._eager += 1
+        if self._capture is not None and not step.broken:
+            try:
+                step.replay = self._capture(lambda: compute(step.inputs))
+                self._captured += 1
+            except RuntimeError as exc:  # torch's, for all that CUDA refuses
+                step.broken = True
+                rows, pages = bucket
+                self._note(f"decode steps of up to {rows} rows and {pages} pages run without a CUDA graph: {exc}")
+        return result

@@ -1,0 +1,156 @@
+"""What a pass reads besides weights and pages: one block of numbers on the card, filled by one copy.
+
+The block's views keep their places, so a captured graph finds the next step's numbers where those of the first were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tierd.kernels.gpu.batch import Addresses, Arranged
+from tierd.kernels.gpu.pages import PageTable
+from tierd.kernels.gpu.write import Spans
+from tierd.kernels.layout import PageLayout
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a block has room for. The maxima are the sizes of grids."""
+
+    rows: int
+    decode_rows: int
+    decode_pages: int  # of all decode rows
+    max_decode_pages: int  # of one
+    chunks: int
+    chunk_pages: int
+    max_chunk_pages: int
+    max_chunk_rows: int
+    spans: int
+    logits: int
+
+    @staticmethod
+    def of(arranged: Arranged) -> Sizes:
+        """Just enough for one pass."""
+        return Sizes(
+            rows=len(arranged.tokens), decode_rows=arranged.decode_rows, decode_pages=len(arranged.decode_places),
+            max_decode_pages=arranged.max_decode_pages, chunks=len(arranged.chunk_lengths),
+            chunk_pages=len(arranged.chunk_places), max_chunk_pages=arranged.max_chunk_pages,
+            max_chunk_rows=arranged.max_chunk_rows, spans=len(arranged.spans), logits=len(arranged.logit_rows),
+        )  # fmt: skip
+
+    @staticmethod
+    def of_decode(rows: int, pages: int) -> Sizes:
+        """For up to `rows` decode rows of up to `pages` pages each, all of which give logits."""
+        return Sizes(rows, rows, rows * pages, pages, 0, 0, 0, 0, rows, rows)
+
+
+class Inputs:
+    """One block, and its views on the card.
+
+    Rows that a pass does not fill are token 0 at position 0 of no sequence: they see nothing, and write nothing.
+    """
+
+    def __init__(self, sizes: Sizes, base: Tensor) -> None:
+        self.sizes = sizes
+        self._base = base
+        places: dict[str, tuple[int, int, np.dtype[np.int64] | np.dtype[np.int32]]] = {}
+        wide, narrow, at = np.dtype(np.int64), np.dtype(np.int32), 0
+        for name, count, kind in (
+            ("decode_pages", sizes.decode_pages, wide), ("chunk_pages", sizes.chunk_pages, wide),
+            ("span_pages", sizes.spans, wide), ("tokens", sizes.rows, narrow), ("positions", sizes.rows, narrow),
+            ("decode_offsets", sizes.decode_rows + 1, narrow), ("decode_lengths", sizes.decode_rows, narrow),
+            ("chunk_offsets", sizes.chunks + 1, narrow), ("chunk_lengths", sizes.chunks, narrow),
+            ("chunk_rows", sizes.chunks + 1, narrow), ("spans", 3 * sizes.spans, narrow),
+            ("logit_rows", sizes.logits, narrow),
+        ):  # fmt: skip
+            places[name] = (at, count, kind)
+            at += -(-count * kind.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+        on_card = base.device.type == "cuda"
+        self._near = torch.zeros(at, dtype=torch.uint8, pin_memory=on_card)
+        self._far = torch.zeros(at, dtype=torch.uint8, device=base.device) if on_card else self._near
+        flat = self._near.numpy()
+        self._arrays = {n: flat[p : p + c * k.itemsize].view(k) for n, (p, c, k) in places.items()}
+        kinds = {wide: torch.int64, narrow: torch.int32}
+        self._views = {n: self._far[p : p + c * k.itemsize].view(kinds[k]) for n, (p, c, k) in places.items()}
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [rows]"""
+        return self._views["tokens"]
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [rows]"""
+        return self._views["positions"]
+
+    @property
+    def logit_rows(self) -> Tensor:
+        """int32 [logits]"""
+        return self._views["logit_rows"]
+
+    @property
+    def chunk_rows(self) -> Tensor:
+        """int32 [chunks + 1], counted from the first row that does not decode."""
+        return self._views["chunk_rows"]
+
+    def decode_table(self, layout: PageLayout) -> PageTable:
+        """The pages of the decode rows."""
+        views = self._views
+        return PageTable(
+            layout, views["decode_pages"], views["decode_offsets"], views["decode_lengths"],
+            self.sizes.max_decode_pages, self._base,
+        )  # fmt: skip
+
+    def chunk_table(self, layout: PageLayout) -> PageTable:
+        """The pages before the chunks."""
+        views = self._views
+        return PageTable(
+            layout, views["chunk_pages"], views["chunk_offsets"], views["chunk_lengths"], self.sizes.max_chunk_pages,
+            self._base,
+        )  # fmt: skip
+
+    def spans(self, layout: PageLayout) -> Spans:
+        """Where the rows are written."""
+        return Spans(layout, self._views["span_pages"], self._views["spans"].view(-1, 3), self._base)
+
+    def load(self, arranged: Arranged, pages: Addresses) -> None:
+        """Puts a pass into the block, which has room for it, and on its way to the card.
+
+        The pass before has been waited for: the copy reads the block after this returns.
+        """
+        arrays = self._arrays
+        for name in ("tokens", "positions", "decode_lengths", "chunk_lengths", "logit_rows"):
+            _put(arrays[name], getattr(arranged, name), 0)
+        for name in ("decode_offsets", "chunk_offsets", "chunk_rows"):
+            values = getattr(arranged, name)
+            _put(arrays[name], values, int(values[-1]))
+        _put(arrays["spans"], arranged.spans.reshape(-1), 0)
+        self._put_pages(arranged, pages)
+        self._send()
+
+    def load_pages(self, arranged: Arranged, pages: Addresses) -> None:
+        """As `load`, for other places of the same pages."""
+        self._put_pages(arranged, pages)
+        self._send()
+
+    def _put_pages(self, arranged: Arranged, pages: Addresses) -> None:
+        for name, places in (
+            ("decode_pages", arranged.decode_places), ("chunk_pages", arranged.chunk_places),
+            ("span_pages", arranged.span_places),
+        ):  # fmt: skip
+            _put(self._arrays[name], pages[places], 0)
+
+    def _send(self) -> None:
+        if self._far is not self._near:
+            self._far.copy_(self._near, non_blocking=True)
+
+
+def _put(target: np.ndarray, values: np.ndarray, rest: int) -> None:
+    target[: len(values)] = values
+    target[len(values) :] = rest

@@ -42,6 +42,7 @@ class Admission:
         self.budget = WriteBudget()
         self.written_bytes = self.written_tokens = 0
         self.skipped_pages = self.refused_pages = 0
+        self.asked: set[PageKey] = set()  # pages that somebody wants written, whatever they are worth
         self._residency = residency
         self._taken = taken
 
@@ -62,6 +63,7 @@ class Admission:
         """Pages became durable."""
         self.written_bytes += len(nodes) * self._residency.device.record_bytes
         self.written_tokens += sum(node.num_tokens for node in nodes)
+        self.asked.difference_update(node.key for node in nodes)
 
     def may_hurry(self, node: Node) -> bool:
         """Whether a page on its way out of memory is to be written first. One under a lease always is, if it can be."""
@@ -139,11 +141,12 @@ class Admission:
 
     def _is_worth_it(self, node: Node) -> bool:
         is_full = len(node.packed) == self._residency.index.page_bytes
-        return node.kept or worth_writing(node.hits, is_full, self.budget.left_share)
+        wanted = node.kept or node.key in self.asked
+        return wanted or worth_writing(node.hits, is_full, self.budget.left_share)
 
     def _displaces(self, node: Node, victim: Node) -> bool:
         if victim.key == node.parent:
             return False  # nothing would find it without the page before it
-        if node.kept or node.kids[Tier.NVME]:
+        if node.kept or node.key in self.asked or node.kids[Tier.NVME]:
             return True  # its children are there and need it
         return self._residency.value(Tier.NVME, victim) <= self._residency.value(Tier.NVME, node)

@@ -12,6 +12,8 @@ import os
 import platform
 import sys
 from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,9 @@ import numpy.typing as npt
 MAX_BATCH = 128  # pieces of one batch
 MAX_CONTEXTS = 16  # kept for the next batch: one for each thread that is at it
 _IOCB_CMD_PREADV = 7
+
+# Called with the number of a piece, and the bytes read or a negative errno.
+Arrived: TypeAlias = Callable[[int, int], None]
 
 # Numbers of io_setup, io_destroy, io_getevents, io_submit.
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
@@ -44,13 +49,18 @@ class AioReader:
         self._contexts: deque[int] = deque()
 
     def read(
-        self, fd: int, offsets: npt.NDArray[np.int64], vectors: npt.NDArray[np.uint64]
+        self,
+        fd: int,
+        offsets: npt.NDArray[np.int64],
+        vectors: npt.NDArray[np.uint64],
+        arrived: Arrived | None = None,
     ) -> npt.NDArray[np.int64]:
         """Read pieces of a file: bytes read or a negative errno for each. The memory must stay until this returns.
 
         Args:
             offsets: where each piece starts. [n]
             vectors: address and length of the buffers that each fills in turn. [n, buffers, 2]
+            arrived: told of each piece when it has come, while the disk works on the others.
 
         Raises OSError when batches can't be had here at all.
         """
@@ -67,7 +77,7 @@ class AioReader:
         blocks["offset"] = offsets
         context = self._take()
         try:
-            results = self._run(context, blocks)
+            results = self._run(context, blocks, arrived)
         except BaseException:
             self._destroy(context)  # waits for what is under way: it writes into the caller's memory
             raise
@@ -81,7 +91,9 @@ class AioReader:
         while self._contexts:
             self._destroy(self._contexts.pop())
 
-    def _run(self, context: int, blocks: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    def _run(
+        self, context: int, blocks: npt.NDArray[np.void], arrived: Arrived | None
+    ) -> npt.NDArray[np.int64]:
         assert self._calls is not None
         _, _, getevents, submit = self._calls
         count = len(blocks)
@@ -92,9 +104,13 @@ class AioReader:
         while ended < count:
             if sent < count:
                 sent += self._call(submit, context, count - sent, pointers.ctypes.data + 8 * sent)
-            got = self._call(getevents, context, sent - ended, sent - ended, events.ctypes.data, 0)
+            least = sent - ended if arrived is None else 1
+            got = self._call(getevents, context, least, sent - ended, events.ctypes.data, 0)
             results[events["data"][:got].astype(np.int64)] = events["res"][:got]
             ended += got
+            if arrived is not None:
+                for number, moved in zip(events["data"][:got].tolist(), events["res"][:got].tolist(), strict=True):
+                    arrived(number, moved)
         return results
 
     def _take(self) -> int:

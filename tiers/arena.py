@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import mmap
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from tierd.tiers import memory
+from tierd.tiers.blocks import Block, HostBlock, host_array
+from tierd.tiers.gpu import Row
 
 POISON = 0xAA  # what a freed slot is filled with when `poison` is on: a reader of freed memory then shows at once
 
@@ -27,7 +27,7 @@ class SlotState(enum.IntEnum):
 
 
 class Arena:
-    """`slots` records of `record_bytes` bytes in one anonymous private mapping, aligned to pages of memory.
+    """`slots` records of `record_bytes` bytes in one block of memory, aligned to pages of it.
 
     A slot has one owner and any number of readers (copies in flight). It becomes free when the owner has dropped it
     and the last reader has released it, and each time it becomes free its generation grows: a completion that comes
@@ -46,12 +46,20 @@ class Arena:
         max_slots: how far it may grow. Where the system refuses so much address space (a limit such as ulimit -v),
             it can't grow: `max_slots` is `slots` then.
         poison: fill freed slots with 0xAA (tests; costs a write of the record).
+        make_block: the memory, of so many bytes, that may grow to so many: of the CPU, or of a card.
 
     Raises OSError (ENOMEM) when the system refuses even `slots`.
     """
 
     def __init__(
-        self, name: str, slots: int, record_bytes: int, *, max_slots: int | None = None, poison: bool = False
+        self,
+        name: str,
+        slots: int,
+        record_bytes: int,
+        *,
+        max_slots: int | None = None,
+        poison: bool = False,
+        make_block: Callable[[int, int], Block] = HostBlock,
     ) -> None:
         if slots < 0 or record_bytes <= 0:
             raise ValueError(f"arena {name}: {slots} slots of {record_bytes} bytes")
@@ -61,10 +69,8 @@ class Arena:
         self.slots = slots
         self.record_bytes = record_bytes
         self._poison = poison
-        self._map, self.max_slots = _reserve(slots, slots if max_slots is None else max_slots, record_bytes)
-        flat = np.frombuffer(self._map, dtype=np.uint8, count=self.max_slots * record_bytes)
-        self.array: npt.NDArray[np.uint8] = flat.reshape(self.max_slots, record_bytes)  # [max_slots, record_bytes]
-        self._base = int(flat.ctypes.data)
+        self.block = make_block(slots * record_bytes, (slots if max_slots is None else max_slots) * record_bytes)
+        self.max_slots = self.block.size_bytes // record_bytes
         self._free = list(range(slots - 1, -1, -1))  # a stack: the slot freed last is still warm in the caches
         self._refs = [0] * slots
         self._generations = [0] * slots
@@ -104,14 +110,24 @@ class Arena:
         """Whether no slot beyond `slots` is in use; their memory has been given back then."""
         return len(self.states) == self.slots
 
-    def row(self, slot: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a slot, as a view `[record_bytes]`."""
-        row: npt.NDArray[np.uint8] = self.array[slot]
-        return row
+    @property
+    def memory(self) -> Row:
+        """All addresses that a record may ever have."""
+        return self.block.row(0, self.max_slots * self.record_bytes)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """All slots, where the memory is the CPU's. [max_slots, record_bytes]"""
+        whole = host_array(self.block.row(0, self.max_slots * self.record_bytes))
+        return whole.reshape(self.max_slots, self.record_bytes)
+
+    def row(self, slot: int) -> Row:
+        """The bytes of a slot: a view `[record_bytes]`, or their name where they lie in memory of a card."""
+        return self.block.row(slot * self.record_bytes, self.record_bytes)
 
     def address(self, slot: int) -> int:
         """Where the record of a slot lies in memory; it never changes."""
-        return self._base + slot * self.record_bytes
+        return self.block.address + slot * self.record_bytes
 
     def alloc(self, state: SlotState) -> int | None:
         """A free slot in `state`, owned by the caller; None when all are taken."""
@@ -157,9 +173,13 @@ class Arena:
         self._unref(slot)
 
     def grow(self, slots: int) -> None:
-        """Makes it `slots` records large, at once. While it shrinks: what is still in use beyond stays as it is."""
+        """Makes it `slots` records large, at once. While it shrinks: what is still in use beyond stays as it is.
+
+        Raises OSError (ENOMEM), and nothing changes, where the memory must be there at once and is not (a card's).
+        """
         if not self.slots <= slots <= self.max_slots:
             raise ValueError(f"arena {self.name}: {slots} slots are not between {self.slots} and {self.max_slots}")
+        self.block.take(slots * self.record_bytes)
         missing = slots - len(self.states)
         if missing > 0:
             self._refs += [0] * missing
@@ -192,10 +212,7 @@ class Arena:
         beyond = len(self.states) - self.slots
         if not beyond or self.counts[SlotState.RETIRED] < beyond:
             return
-        start = -(-self.slots * self.record_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = len(self.states) * self.record_bytes
-        if stop > start:
-            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        self.block.give_back(self.slots * self.record_bytes, len(self.states) * self.record_bytes)
         del self.states[self.slots :], self._refs[self.slots :]  # generations stay: none is ever used twice
         self.counts[SlotState.RETIRED] = 0
 
@@ -205,7 +222,7 @@ class Arena:
             return
         self._generations[slot] += 1
         if self._poison:
-            self.array[slot] = POISON
+            self.block.fill(slot * self.record_bytes, self.record_bytes, POISON)
         if slot < self.slots:
             self.set_state(slot, SlotState.FREE)
             self._free.append(slot)
@@ -235,12 +252,3 @@ class Arena:
         if self.num_free + self.used + self.cached + self.in_flight != self.total:
             findings.append(f"{self.name}: free + used + cached + in flight is not {self.total}")
         return findings
-
-
-def _reserve(slots: int, max_slots: int, record_bytes: int) -> tuple[mmap.mmap, int]:
-    """A mapping for `max_slots` records, or for `slots` where that is refused, and how many it holds."""
-    # A decode step reads pieces of a few KB all over the arena: with small pages each costs a TLB miss.
-    if max_slots > slots:
-        with contextlib.suppress(OSError):
-            return memory.block(max_slots * record_bytes, reserve=True, large_pages=True), max_slots
-    return memory.block(slots * record_bytes, large_pages=True), slots

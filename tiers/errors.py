@@ -4,6 +4,7 @@ TierError
 ├── TierFull            the request can never fit this tier, whatever is evicted
 ├── PrefixUnknown       no known page has this id, or several have
 ├── PrefixInUse         a running request needs its pages, or the user wants them kept
+├── PrefixNotDurable    its pages are not on disk: they can't be written now, or must not leave memory
 ├── MoverClosed         the mover stopped: the job did not run
 ├── JobCancelled        its submitter took the job back before it ran
 ├── PageLost            the bytes of one page can't be trusted or are gone: a miss, recompute it
@@ -56,6 +57,10 @@ class PrefixUnknown(TierError):
 
 class PrefixInUse(TierError):
     """A running request needs the pages, or the user wants them kept."""
+
+
+class PrefixNotDurable(TierError):
+    """Pages of the prefix have no copy on disk. The text says why, or what to do first."""
 
 
 class MoverClosed(TierError):

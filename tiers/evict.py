@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from tierd.tiers.arena import SlotState
+from tierd.tiers.journal import What
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, JobClass, Mover
 from tierd.tiers.page import Tier
@@ -28,6 +29,7 @@ class Evictor:
 
     def __init__(self, residency: Residency, mover: Mover, writeback: Writeback) -> None:
         self.in_motion = 0  # pages whose device slot becomes free when a copy or a write is over
+        self.let_go = 0  # pages that somebody wanted kept, and that had to be given up
         self.demotions = 0
         self.spills = 0  # pages under leases that left the device
         self._residency = residency
@@ -36,6 +38,12 @@ class Evictor:
         self._wanted = 0  # slots that somebody asked for in vain
         self._waits = False  # idle pages go when copies in flight have arrived: pages under leases need not
         self._spilling = 0  # of these, how many may come from pages under leases
+
+    @property
+    def under_way(self) -> bool:
+        """Whether anything runs, or waits for no more than its turn, that may make a page free or bring one."""
+        writes = self._writeback.on and not self._writeback.paused
+        return self._mover.outstanding > 0 or (self.in_motion > 0 and writes)
 
     @property
     def reserve(self) -> int:
@@ -77,6 +85,18 @@ class Evictor:
                 break
             begun += 1
         return begun
+
+    def let_kept_go(self) -> int:
+        """Lets pages go that somebody wants kept and that only memory has; how many. Where nobody could go on else.
+
+        They were to live on a disk that is full, or off, and hold memory that was meant for work.
+        """
+        found = [node for node in self._residency.index.nodes.values() if node.kept and not node.durable]
+        for node in found:
+            node.kept = False
+            self._residency.offer(node)
+        self.let_go += len(found)
+        return len(found)
 
     def relax(self) -> None:
         """Whoever asked for room has it, or asks again: nothing more leaves on its behalf."""
@@ -205,6 +225,7 @@ class Evictor:
             if done.error is None:
                 self.demotions += 1
                 self._residency.place(node, Tier.HOST, slot)
+                self._residency.journal.page(What.DEMOTE, node, Tier.HOST, slot)
                 self._go(node)
             else:
                 host.drop(slot)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from tierd.tiers.page import PageKey
 
@@ -14,6 +15,13 @@ MAX_TTL_S = 86_400.0  # a longer wish is one for a day; so is one that a clock t
 MAX_KEEPS = 1024  # wishes at once; the one that ends soonest goes for a new one
 # A wish repeated by every request of a conversation is written down anew only when that gains so much of it.
 _WORTH = 0.05
+
+
+class Added(NamedTuple):
+    """What came of a wish. `displaced`: another that had to go for it, whose pages are not kept for it any more."""
+
+    gained: bool  # False: it is met already
+    displaced: PageKey | None = None
 
 
 class Keeps:
@@ -36,16 +44,19 @@ class Keeps:
         """All of them."""
         return dict(self._until_s)
 
-    def add(self, key: PageKey, ttl_s: float, now_s: float) -> bool:
-        """Prolongs a wish, or takes a new one in. False when nothing is gained by it."""
+    def add(self, key: PageKey, ttl_s: float, now_s: float) -> Added:
+        """Prolongs a wish, or takes a new one in."""
         ttl_s = min(ttl_s, MAX_TTL_S)
         if now_s + ttl_s <= self._until_s.get(key, now_s) + ttl_s * _WORTH:
-            return False
+            return Added(False)
+        displaced = None
         if key not in self._until_s and len(self._until_s) >= MAX_KEEPS:
-            del self._until_s[min(self._until_s, key=self._until_s.__getitem__)]
+            displaced = self.soonest()
+            if displaced is not None:
+                del self._until_s[displaced]
         self._until_s[key] = now_s + ttl_s
         self._next_s = min(self._next_s, now_s + ttl_s)
-        return True
+        return Added(True, displaced)
 
     def drop(self, keys: set[PageKey]) -> bool:
         """Forgets some; whether there were any."""

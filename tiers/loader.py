@@ -6,11 +6,13 @@ the disk's rate); 16 pages a job reach it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tierd.tiers.arena import Arena
-from tierd.tiers.errors import JobCancelled
+from tierd.tiers.errors import JobCancelled, PageLost
+from tierd.tiers.gpu import HostRow
+from tierd.tiers.journal import What
 from tierd.tiers.lease import Load
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, Job, JobClass, Mover
@@ -77,7 +79,11 @@ class Loader:
         keys = [node.key for node in nodes]
         rows = [self._arena(load).row(load.slot) for _, load in batch]
         num_bytes = sum(row.nbytes for row in rows)
-        job = Job(lambda: store.read_many(keys, rows), Link.DISK_READ, num_bytes, partial(self._done, batch))
+
+        def read(which: slice, arrays: Sequence[HostRow]) -> list[PageLost | None]:
+            return store.read_many(keys[which], arrays)
+
+        job = Job(lambda: self._mover.fill(rows, read), Link.DISK_READ, num_bytes, partial(self._done, batch))
         for _, load in batch:
             load.job, load.pages = job, nodes
         if not self._mover.submit(job, self._class):
@@ -106,6 +112,7 @@ class Loader:
         if error is None and not node.readable:
             self.loaded_pages += 1
             residency.place(node, load.tier, load.slot)
+            residency.journal.page(What.RESTORE, node, load.tier, load.slot)
         else:  # it failed, or the page was computed meanwhile
             self._arena(load).drop(load.slot)
             if error is not None and not isinstance(error, JobCancelled):

@@ -15,18 +15,18 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple, TypeVar
 
 from tierd.tiers.arena import POISON
+from tierd.tiers.blocks import host_array
+from tierd.tiers.copies import Crossing, copy_on_host, fill_on_host
 from tierd.tiers.errors import JobCancelled, MoverClosed
+from tierd.tiers.gpu import HostRow, Row
 from tierd.tiers.links import Link, LinkGroup, LinkMeter, LinkStats
 
-Row = npt.NDArray[np.uint8]  # [record_bytes]
+T = TypeVar("T")
 
 # Readers of the disk. Measured on a virtual NVMe drive, O_DIRECT: reads of 720 KiB gain nothing beyond 4 (2.2 GB/s);
 # reads of 96 KiB reach 0.8 GB/s with 4 threads, 1.0 with 8, 1.2 with 16 or 32.
@@ -65,7 +65,7 @@ class Job:
     link: Link
     num_bytes: int
     on_done: Callable[[Completion], None] = _nobody
-    dest: npt.NDArray[np.uint8] | None = None
+    dest: Row | None = None
     awaited: bool = False
     completion: Completion | None = field(default=None, init=False)
 
@@ -120,15 +120,18 @@ class Disturbance:
     Whoever reads a destination before the completion, or lets go of a source too early, then sees wrong bytes at once.
     """
 
-    def __init__(self, seed: int, max_delay_s: float = 0.002) -> None:
+    def __init__(
+        self, seed: int, max_delay_s: float = 0.002, fill: Callable[[Row, int], None] = fill_on_host
+    ) -> None:
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
+        self._fill = fill
         self._lock = threading.Lock()
 
     def __call__(self, job: Job) -> None:
         """Called by the mover's thread before the job."""
         if job.dest is not None:
-            job.dest.fill(POISON)
+            self._fill(job.dest, POISON)
         with self._lock:
             delay_s = self._random.random() * self._max_delay_s
         time.sleep(delay_s)
@@ -152,6 +155,7 @@ class Mover:
         capacity: jobs between `submit` and `drain`.
         wake: called by a mover thread after each completion (to end a wait of the submitter's own).
         copy: moves the bytes of a row; tests put faults here.
+        crossing: for rows in memory of a card, which the store can't read or fill itself.
         before: called by a mover thread before each job: see `Disturbance`.
         clock: seconds, for the figures of the links.
     """
@@ -163,7 +167,8 @@ class Mover:
         disk_threads: int = DISK_THREADS,
         capacity: int = 1024,
         wake: Callable[[], None] | None = None,
-        copy: Callable[[Row, Row], None] = np.copyto,
+        copy: Callable[[Row, Row], None] = copy_on_host,
+        crossing: Crossing | None = None,
         before: Callable[[Job], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -172,6 +177,7 @@ class Mover:
         self._capacity = capacity
         self._wake = wake
         self._copy = copy
+        self._crossing = crossing
         self._before = before
         self._clock = clock
         self._lock = threading.Lock()
@@ -203,6 +209,27 @@ class Mover:
     def copy_job(self, dest: Row, source: Row, link: Link, on_done: Callable[[Completion], None]) -> Job:
         """A job that copies one record. The copy releases the GIL."""
         return Job(lambda: self._copy(dest, source), link, dest.nbytes, on_done, dest)
+
+    def copy_now(self, dest: Row, source: Row) -> None:
+        """Copies a record on the calling thread, of slots that no job uses."""
+        self._copy(dest, source)
+
+    def fill(self, rows: Sequence[Row], read: Callable[[slice, Sequence[HostRow]], Sequence[T]]) -> list[T]:
+        """For the call of a job: has `read` fill rows, wherever they lie.
+
+        `read(which, arrays)` fills the arrays, which stand for these rows, and says how each of them went; it may be
+        called several times. Returns all that it said, in order.
+        """
+        if self._crossing is None:
+            return list(read(slice(0, len(rows)), [host_array(row) for row in rows]))
+        return self._crossing.fill(rows, read)
+
+    def lend(self, rows: Sequence[Row], write: Callable[[Sequence[HostRow]], None]) -> None:
+        """For the call of a job: calls `write` with the bytes of rows, wherever they lie."""
+        if self._crossing is None:
+            write([host_array(row) for row in rows])
+        else:
+            self._crossing.lend(rows, write)
 
     def submit(self, job: Job, klass: JobClass, deadline_s: float = float("inf")) -> bool:
         """Queues a job; False if the queues are full: drain (or wait) first, then try again."""

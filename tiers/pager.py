@@ -10,6 +10,7 @@ from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.commit import Committer
 from tierd.tiers.errors import StoreError, TierFull
 from tierd.tiers.evict import Evictor
+from tierd.tiers.journal import Journal
 from tierd.tiers.keys import pack_tokens, page_key, salted_root
 from tierd.tiers.lease import Lease, LeaseState, TailCopy
 from tierd.tiers.mover import Mover
@@ -71,7 +72,7 @@ class Pager:
         self.mover = mover
         self.index = PrefixIndex(page_tokens)
         slots = store.capacity_slots if store is not None else 0
-        self.residency = Residency(self.index, device, self.host, slots)
+        self.residency = Residency(self.index, device, self.host, slots, Journal(clock))
         self.writeback = Writeback(self.residency, store, mover, self._notice, self._written)
         self.evictor = Evictor(self.residency, mover, self.writeback)
         self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback, self._notice)

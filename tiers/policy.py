@@ -189,6 +189,12 @@ class VictimHeap(Generic[T]):
         page = self.peek()
         return math.inf if page is None else self._value(page)
 
+    def before(self, page: T) -> int:
+        """How many candidates would go before this one, by the values with which they came: a page used since stands
+        too early. Looks at all of them."""
+        value = self._value(page)
+        return sum(entered < value for entered, _, _ in self._heap)
+
     def _push(self, page: T, value: float) -> None:
         page.queued |= self._bit
         self._serial += 1

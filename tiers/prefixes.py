@@ -5,19 +5,18 @@ And kept for a while, as requests ask for it: such a pin ends by itself, and mak
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
+from tierd.tiers import pins_file
+from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
+from tierd.tiers.journal import What
 from tierd.tiers.keeps import Keeps
-from tierd.tiers.keys import KEY_BYTES, unpack_tokens
+from tierd.tiers.keys import unpack_tokens
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import Node
 
@@ -85,7 +84,7 @@ class _Way:
 
 
 class Prefixes:
-    """Lists, pins and drops. Not thread-safe: only the pager's thread calls it.
+    """Lists, pins, drops, persists and evicts. Not thread-safe: only the pager's thread calls it.
 
     Pins are kept in a file of the store's directory, by the keys of the last pages. After a restart they hold for the
     pages that the store has.
@@ -100,7 +99,7 @@ class Prefixes:
         self._pager = pager
         self._file = file
         self._wall = wall
-        self._pinned, until_s = _read(file)
+        self._pinned, until_s = pins_file.read(file)
         self._keeps = Keeps(until_s, wall())
         self._kept_pages = 0
         self._mark()
@@ -155,10 +154,11 @@ class Prefixes:
             )
         self._pinned.add(node.key)
         self._mark()
-        self._write()
+        self._save()
         for known in way:
             if not known.durable:
                 pager.writeback.add(known)
+        self._tell(f"a prefix of {len(way)} pages was pinned", node)
         return len(way)
 
     def keep(self, node: Node, ttl_s: float) -> bool:
@@ -171,21 +171,24 @@ class Prefixes:
         way = list(itertools.takewhile(lambda known: not known.kept, self._upwards(node)))
         if self._kept_pages + len(way) > self._room() or ttl_s <= 0.0 or _is_over(node.share, len(way)):
             return False
-        if self._keeps.add(node.key, ttl_s, self._wall()):
+        gained, displaced = self._keeps.add(node.key, ttl_s, self._wall())
+        if gained:
             for known in way:
                 known.kept = True
                 self._pager.residency.settle(known)
                 if not known.durable:
                     self._pager.writeback.add(known)
             self._kept_pages += len(way)
-            self._write()
+            if displaced is not None:
+                self._let_go(displaced)
+            self._save()
         return True
 
     def expire(self) -> None:
         """Ends the wishes whose time is over. Cheap when there is none."""
         if self._keeps.expire(self._wall()):
             self._mark()
-            self._write()
+            self._save()
 
     def unpin(self, prefix: str) -> int:
         """Lets go of a prefix that was pinned, and of pinned ones that go on from it; returns how many pages.
@@ -201,7 +204,8 @@ class Prefixes:
         before = sum(known.kept for known in self._pager.index.nodes.values())
         self._pinned -= released
         self._mark()
-        self._write()
+        self._save()
+        self._tell(f"a prefix was unpinned: {before - self._kept_pages} pages may go", node)
         return before - self._kept_pages
 
     def drop(self, prefix: str) -> int:
@@ -214,25 +218,69 @@ class Prefixes:
         node = self._find(prefix)
         if self._keeps.drop({known.key for known in self._subtree(node)}):
             self._mark()
-            self._write()
-        start = node
+            self._save()
+        nodes = self._whole(node)
+        if any(known.kept for known in nodes):
+            raise PrefixInUse(f"prefix {prefix}, or one that goes on from it, is pinned")
+        self._require_idle(prefix, nodes)
+        for known in reversed(nodes):
+            self._pager.residency.forget(known)
+        self._forget_gone()
+        self._tell(f"a prefix of {len(nodes)} pages was dropped", None)
+        return len(nodes)
+
+    def persist(self, prefix: str) -> int:
+        """Has the pages up to this one written before all others; returns how many are not durable yet.
+
+        They are written whatever they are worth, within the budget of the day. To be asked again until it is 0. Raises
+        PrefixUnknown, and PrefixNotDurable when nothing can be written now.
+        """
+        writeback = self._pager.writeback
+        missing = [known for known in self._way(self._find(prefix)) if not known.durable]
+        if missing and not writeback.on:
+            raise PrefixNotDurable(f"the disk tier is off: {writeback.off_reason or 'there is none'}")
+        writeback.admission.asked &= writeback.dirty.keys()  # what was asked for earlier and is gone since
+        writeback.admission.asked.update(known.key for known in missing)
+        for known in missing:  # the first page comes last here, and first in the queue
+            if known.readable and not writeback.hurry(known):
+                why = "is full" if writeback.paused else "may be written no more today"
+                raise PrefixNotDurable(f"the disk tier {why}: {len(missing)} of its pages are not on disk")
+        return len(missing)
+
+    def evict(self, prefix: str) -> int:
+        """Drops the copies in memory of a run of pages and of all that goes on from it; returns how many pages.
+
+        They stay known, and come back from disk when they are needed. Raises PrefixUnknown, PrefixInUse, and
+        PrefixNotDurable when one of them lies in memory alone: nothing has left it then.
+        """
+        nodes = self._whole(self._find(prefix))
+        self._require_idle(prefix, nodes)
+        if alone := sum(not known.durable for known in nodes):
+            raise PrefixNotDurable(f"{alone} of the {len(nodes)} pages of prefix {prefix} are not on disk")
+        count = sum(known.readable for known in nodes)
+        for known in reversed(nodes):
+            for tier in (Tier.HOST, Tier.DEVICE):
+                if known.is_in(tier):
+                    self._pager.residency.evict(known, tier)
+        self._tell(f"a prefix was evicted from memory: {count} pages stay on disk", nodes[0])
+        return count
+
+    def _whole(self, node: Node) -> list[Node]:
+        """The run of a page, back to the branch it begins at, and all that goes on from it."""
         while (
-            (parent := self._pager.index.get(start.parent)) is not None
+            (parent := self._pager.index.get(node.parent)) is not None
             and len(self._children(parent)) == 1
             and parent.kept == node.kept
         ):
-            start = parent
-        nodes = self._subtree(start)
-        residency = self._pager.residency
-        if any(known.kept for known in nodes):
-            raise PrefixInUse(f"prefix {prefix}, or one that goes on from it, is pinned")
-        busy = sum(not residency.is_idle(known) for known in nodes)
-        if busy:
+            node = parent
+        return self._subtree(node)
+
+    def _require_idle(self, prefix: str, nodes: list[Node]) -> None:
+        if busy := sum(not self._pager.residency.is_idle(known) for known in nodes):
             raise PrefixInUse(f"{busy} of the {len(nodes)} pages of prefix {prefix} are in use")
-        for known in reversed(nodes):
-            residency.forget(known)
-        self._forget_gone()
-        return len(nodes)
+
+    def _tell(self, text: str, node: Node | None) -> None:
+        self._pager.residency.journal.tell(What.PREFIX, text, node)
 
     def _info(self, run: list[Node], way: _Way, now_s: float) -> PrefixInfo:
         last = run[-1]
@@ -316,6 +364,21 @@ class Prefixes:
                 node.kept = not node.kept
                 self._pager.residency.settle(node)
 
+    def _let_go(self, key: PageKey) -> None:
+        """A wish has gone: its pages are kept on as far as another one, or a pin, needs them."""
+        node = self._pager.index.get(key)
+        if node is None:
+            self._mark()  # its last page is lost: which of those before it are still needed, nothing tells
+        while node is not None and node.kept and not self._is_needed(node):
+            node.kept = False
+            self._kept_pages -= 1
+            self._pager.residency.settle(node)
+            node = self._pager.index.get(node.parent)
+
+    def _is_needed(self, node: Node) -> bool:
+        ends_here = node.key in self._pinned or node.key in self._keeps
+        return ends_here or any(child.kept for child in self._pager.index.children(node.key))
+
     def _forget_gone(self) -> None:
         """Pins of pages that are not known any more: the store was cleared, or lost them."""
         gone = {key for key in (*self._pinned, *self._keeps) if self._pager.index.get(key) is None}
@@ -323,18 +386,10 @@ class Prefixes:
             self._pinned -= gone
             self._keeps.drop(gone)
             self._mark()
-            self._write()
+            self._save()
 
-    def _write(self) -> None:
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):  # the pins hold until the process ends
-            temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                until_s = {key.hex(): until for key, until in self._keeps.until_s().items()}
-                json.dump({"pinned": sorted(key.hex() for key in self._pinned), "until_s": until_s}, file)
-            os.replace(temporary, self._file)
+    def _save(self) -> None:
+        pins_file.write(self._file, self._pinned, self._keeps.until_s())
 
 
 def _is_over(share: Share | None, more: int) -> bool:
@@ -342,23 +397,3 @@ def _is_over(share: Share | None, more: int) -> bool:
     if share is None:
         return False
     return sum(node.kept for node in share.nodes.values()) + more > share.quota_pages * _KEPT_SHARE
-
-
-def _read(file: Path | None) -> tuple[set[PageKey], dict[PageKey, float]]:
-    """The keys in a file, those by hand and those with an end; none when it is not there or damaged."""
-    if file is None:
-        return set(), {}
-    try:
-        found = json.loads(file.read_bytes())
-        if isinstance(found, list):  # as it was before pins could end
-            found = {"pinned": found, "until_s": {}}
-        return set(map(_key, found["pinned"])), {_key(text): float(end) for text, end in found["until_s"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return set(), {}
-
-
-def _key(text: str) -> PageKey:
-    key = bytes.fromhex(text)
-    if len(key) != KEY_BYTES:
-        raise ValueError("not a key")
-    return PageKey(key)

@@ -13,6 +13,7 @@ from functools import partial
 from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken
 from tierd.tiers.evict import Evictor
+from tierd.tiers.journal import What
 from tierd.tiers.lease import Lease, LeaseState, Load, TailCopy
 from tierd.tiers.links import Link
 from tierd.tiers.loader import Loader
@@ -157,11 +158,15 @@ class Promoter:
                 self._writeback.turn_off(str(error))
             return type(error).__name__
         if node.durable:
-            self._residency.take(node, Tier.NVME)  # the store has dropped the row itself
+            # The store has dropped the row itself, unless its index was full just then.
+            self._residency.drop_row(node)
         if error.reason is LostReason.STORE_OFF:
             self._writeback.turn_off(str(error))
         else:
-            self.damaged_pages += error.reason is not LostReason.ABSENT
+            if error.reason is not LostReason.ABSENT:
+                self.damaged_pages += 1
+                what = error.reason.replace("_", " ")
+                self._residency.journal.tell(What.DAMAGE, f"a page on disk was wrong ({what}) and was dropped", node)
             if node.readable:
                 self._writeback.add(node)
         return error.reason

@@ -107,14 +107,14 @@ class Records:
         vectors[:, 0, 1] = self._header_bytes
         vectors[:, 1, 0] = [address_of(dest) for dest in dests]
         vectors[:, 1, 1] = self.record_bytes
-        whole = self._slabs.read_batch([row.slot for row in rows], vectors)
-        if whole is None:
-            return [False] * len(rows)
-        digest = xxhash.xxh3_64_intdigest
-        return [
-            bool(there) and (sums := self._header_says(row, block)) is not None and digest(dest.data) == sums[0]
-            for row, dest, block, there in zip(rows, dests, blocks, whole, strict=True)
-        ]
+        digest, right = xxhash.xxh3_64_intdigest, [False] * len(rows)
+
+        def check(number: int) -> None:
+            sums = self._header_says(rows[number], blocks[number])
+            right[number] = sums is not None and digest(dests[number].data) == sums[0]
+
+        self._slabs.read_batch([row.slot for row in rows], vectors, check)
+        return right
 
     def locate_batch(self, rows: Sequence[Row]) -> list[Located | None]:
         """The rows whose headers were read and are right; what is wrong with the others, `locate` says."""
@@ -122,13 +122,13 @@ class Records:
         vectors = np.empty((len(rows), 1, 2), dtype=np.uint64)
         vectors[:, 0, 0] = address_of(blocks) + np.arange(len(rows)) * self._header_bytes
         vectors[:, 0, 1] = self._header_bytes
-        whole = self._slabs.read_batch([row.slot for row in rows], vectors)
-        if whole is None:
-            return [None] * len(rows)
-        located: list[Located | None] = []
-        for row, block, there in zip(rows, blocks, whole, strict=True):
-            sums = self._header_says(row, block) if there else None
-            located.append(Located(row, sums[1:]) if sums else None)
+        located: list[Located | None] = [None] * len(rows)
+
+        def check(number: int) -> None:
+            if sums := self._header_says(rows[number], blocks[number]):
+                located[number] = Located(rows[number], sums[1:])
+
+        self._slabs.read_batch([row.slot for row in rows], vectors, check)
         return located
 
     def read_sections_batch(self, pages: Sequence[Located], first: int, count: int, dest: Bytes) -> list[bool]:
@@ -141,15 +141,15 @@ class Records:
         vectors = np.empty((len(pages), 1, 2), dtype=np.uint64)
         vectors[:, 0, 0] = address_of(dest) + np.arange(len(pages)) * dest.strides[0]
         vectors[:, 0, 1] = -(-(lead + count * size) // ALIGN_BYTES) * ALIGN_BYTES
-        whole = self._slabs.read_batch([page.row.slot for page in pages], vectors, start - lead)
-        if whole is None:
-            return [False] * len(pages)
-        digest, ends = xxhash.xxh3_64_intdigest, [lead + number * size for number in range(count + 1)]
-        right = []
-        for page, line, there in zip(pages, dest, whole, strict=True):
-            view = line.data
-            found = [digest(view[at : at + size]) for at in ends[:-1]] if there else []
-            right.append(bool(there) and found == [*page.checksums[first : first + count]])
+        digest, starts = xxhash.xxh3_64_intdigest, [lead + number * size for number in range(count)]
+        right = [False] * len(pages)
+
+        def check(number: int) -> None:
+            view = dest[number].data
+            found = tuple(digest(view[at : at + size]) for at in starts)
+            right[number] = found == pages[number].checksums[first : first + count]
+
+        self._slabs.read_batch([page.row.slot for page in pages], vectors, check, start - lead)
         return right
 
     def section_start(self, first: int, count: int) -> int:

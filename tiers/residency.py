@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.journal import Journal, What
 from tierd.tiers.keys import TOKEN_BYTES
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.policy import RecomputeCost, VictimHeap, rank
@@ -22,10 +23,14 @@ class Residency:
         index: the pages that are known.
         device, host: the arenas; a host arena of 0 slots is a tier that is off.
         store_slots: pages the store can hold; 0 without a store.
+        journal: told what happens to pages.
     """
 
-    def __init__(self, index: PrefixIndex, device: Arena, host: Arena, store_slots: int) -> None:
+    def __init__(
+        self, index: PrefixIndex, device: Arena, host: Arena, store_slots: int, journal: Journal
+    ) -> None:
         self.index = index
+        self.journal = journal
         self.device = device
         self.host = host
         self.store_slots = store_slots
@@ -196,6 +201,8 @@ class Residency:
     def evict(self, node: Node, tier: Tier) -> None:
         """Drops the copy to make room, and the page itself if that was the last one."""
         self.evictions[tier] += 1
+        slot = node.device if tier is Tier.DEVICE else node.host if tier is Tier.HOST else NOWHERE
+        self.journal.page(What.SPILL if node.pins else What.EVICT, node, tier, slot)
         if tier is Tier.NVME:
             self.drop_row(node)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.errors import TierFull
+from tierd.tiers.journal import What
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, JobClass
 from tierd.tiers.page import Tier
@@ -100,11 +102,17 @@ class Resizer:
                     f"{enough} MB would do"
                 )
         self._wanted = _Wanted((device.slots, host.slots), deadline_s, done)
+        try:
+            for arena, slots in sizes:
+                arena.grow(max(slots, arena.slots))
+        except OSError as exc:
+            for arena, before in zip((device, host), self._wanted.before, strict=True):
+                arena.retire(before)
+            self._wanted = None
+            raise TierFull(f"there is no such memory: {exc.strerror or exc}") from exc
         for arena, slots in sizes:
             if slots < arena.slots:
                 arena.retire(slots)
-            else:
-                arena.grow(slots)
         self.poll()
 
     def poll(self) -> bool:
@@ -136,12 +144,17 @@ class Resizer:
 
     def _restore(self, arena: Arena, slots: int) -> None:
         if slots > arena.slots:
-            arena.grow(slots)
+            with contextlib.suppress(OSError):  # its memory went back, and somebody else has it: it stays as it is
+                arena.grow(slots)
 
     def _end(self, wanted: _Wanted, reason: str) -> None:
         self._wanted = None
         for found in self._found.values():
             found.clear()
+        if not reason:
+            device, host = self._pager.device, self._pager.host
+            told = f"the device has room for {device.slots} pages, CPU memory for {host.slots}"
+            self._pager.residency.journal.tell(What.RESIZE, told)
         wanted.done(reason)
 
     def _look(self) -> None:
@@ -182,7 +195,7 @@ class Resizer:
             self._make_room(1)
             new = device.alloc(SlotState.PRIVATE)
         if new is not None:
-            device.row(new)[:] = device.row(slot)
+            self._pager.mover.copy_now(device.row(new), device.row(slot))
             device.drop(slot)
         return new
 

@@ -21,12 +21,14 @@ MAX_ROOTS = 1024  # of a tenant that are remembered as looked through
 class Share:
     """The pages of one tenant. `quota_pages`: how many they may be."""
 
-    __slots__ = ("nodes", "quota_pages", "roots")
+    __slots__ = ("arriving", "nodes", "quota_pages", "roots", "stuck")
 
     def __init__(self, quota_pages: int) -> None:
         self.quota_pages = quota_pages
         self.nodes: dict[PageKey, Node] = {}  # those that may go first come first
         self.roots: dict[PageKey, None] = {}  # below these every page is in `nodes`
+        self.stuck = False  # over the bound, and a walk over all pages has found none that may go
+        self.arriving: dict[PageKey, Node] = {}  # pages that would have gone, were no copy from or to them in flight
 
     def take(self, node: Node) -> None:
         """Counts the page, and has it go last of all."""
@@ -81,21 +83,50 @@ class Shares:
         """Forgets what is over the bound and idle; how many pages went."""
         if share is None:
             return 0
-        index, residency, gone = self._residency.index, self._residency, 0
-        if len(share.nodes) > share.quota_pages:
-            # In this order a page comes after those that follow it, so one walk takes a sequence from its end.
-            for node in list(share.nodes.values()):
-                if not node.kept and residency.is_idle(node) and not index.children(node.key):
-                    residency.forget(node)
-                    gone += 1
-                    if len(share.nodes) <= share.quota_pages:
-                        break
-        self.forgotten += gone
+        share.arriving, share.stuck = {}, False
+        if len(share.nodes) <= share.quota_pages:
+            return 0
+        # In this order a page comes after those that follow it, so one walk takes a sequence from its end.
+        gone = self._take(share, list(share.nodes.values()))
+        share.stuck = len(share.nodes) > share.quota_pages
         return gone
 
     def settle(self) -> bool:
-        """Goes on with what `trim` could not do, when copies in flight have arrived. True if pages went."""
-        return sum(self.trim(share) for share in self._shares.values()) > 0
+        """Goes on with what `trim` could not do, when copies in flight have arrived. True if pages went.
+
+        It looks at those pages, and at those before them. What leases and pins hold waits for the end of a lease: until
+        then a walk over all pages of a tenant, in every turn of the loop, would find nothing again.
+        """
+        gone = 0
+        for share in self._shares.values():
+            if not share.stuck or len(share.nodes) <= share.quota_pages:
+                gone += self.trim(share)  # it may have grown
+                continue
+            arriving, share.arriving = share.arriving, {}
+            for node in arriving.values():
+                known: Node | None = node
+                while known is not None and (not known.alive or self._take(share, [known])):
+                    gone += 1
+                    known = self._residency.index.get(known.parent)
+                    if known is not None and known.share is not share:
+                        break
+        return gone > 0
+
+    def _take(self, share: Share, nodes: Sequence[Node]) -> int:
+        """Forgets those of some pages that may go, in this order, until the bound is kept; how many went."""
+        index, residency, gone = self._residency.index, self._residency, 0
+        for node in nodes:
+            if len(share.nodes) <= share.quota_pages:
+                break
+            if node.kept or node.pins or not node.alive:
+                continue
+            if not residency.is_idle(node):
+                share.arriving[node.key] = node
+            elif not index.children(node.key):
+                residency.forget(node)
+                gone += 1
+        self.forgotten += gone
+        return gone
 
     def _adopt(self, share: Share, root: PageKey) -> None:
         found: list[Node] = []

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -245,29 +245,38 @@ class Slabs:
         return read_full(self._io, fd, buffers, offset + skip_bytes, self._align)
 
     def read_batch(
-        self, slots: Sequence[int], vectors: npt.NDArray[np.uint64], skip_bytes: int = 0
-    ) -> npt.NDArray[np.bool_] | None:
-        """Read several slots at once, without their first `skip_bytes`; which of them were read whole.
+        self,
+        slots: Sequence[int],
+        vectors: npt.NDArray[np.uint64],
+        arrived: Callable[[int], None],
+        skip_bytes: int = 0,
+    ) -> None:
+        """Read several slots at once, without their first `skip_bytes`.
 
         Args:
             vectors: address and length of the buffers that each slot fills in turn, aligned. uint64[n, buffers, 2]
+            arrived: told the number of each slot that was read whole, as they come: what it does, the disk goes on
+                with the others meanwhile.
 
-        None where that can't be done: without O_DIRECT, or because the system has no such call or an error.
+        Slots that it is not told of were not read: there are no batches without O_DIRECT and where the system has none.
         """
         if not self.direct or self._no_batches or len(slots) > MAX_BATCH:
-            return None
+            return
         places = [self._locate(slot) for slot in slots]
         offsets = np.array([offset + skip_bytes for _, offset in places], dtype=np.int64)
-        whole = np.zeros(len(slots), dtype=np.bool_)
         for fd in {fd for fd, _ in places}:
-            chosen = np.array([place[0] == fd for place in places])
+            chosen = [number for number, place in enumerate(places) if place[0] == fd]
+            wanted = vectors[chosen, :, 1].sum(axis=1).tolist()
+
+            def came(piece: int, moved: int, chosen: list[int] = chosen, wanted: list[int] = wanted) -> None:
+                if moved == wanted[piece]:
+                    arrived(chosen[piece])
+
             try:
-                moved = self._io.preadv_batch(self._aio, fd, offsets[chosen], vectors[chosen])
+                self._io.preadv_batch(self._aio, fd, offsets[chosen], vectors[chosen], came)
             except OSError as exc:
                 self._no_batches = exc.errno in (errno.ENOSYS, errno.EPERM, errno.EAGAIN)
-                return None
-            whole[chosen] = moved == vectors[chosen, :, 1].sum(axis=1).astype(np.int64)
-        return whole
+                return
 
     def write(self, slot: int, buffers: Sequence[Buffer]) -> None:
         """Write from the start of the slot. Durable after `sync`. Raises OSError."""

@@ -56,6 +56,7 @@ class Staging:
         read_bytes: how much of one page a read takes, rounded down to whole sections, at least one.
         stages: parts of the ring, 2 or 3: with more, reads may run further ahead.
         clock: of the deadlines.
+        allocate: makes the ring's parts, of so many bytes each.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Staging:
         read_bytes: int = READ_BYTES,
         stages: int = RING_STAGES,
         clock: Callable[[], float] = time.monotonic,
+        allocate: Callable[[int], Bytes] = huge_block,
     ) -> None:
         if (store.geometry.sections, store.geometry.section_bytes) != (sections, section_bytes):
             raise ValueError(
@@ -85,6 +87,7 @@ class Staging:
         self.ring_stages = min(stages, self.num_stages)
         self.span_bytes = store.span_bytes(self.stage_sections)
         self.clock = clock
+        self._allocate = allocate
         self._ring: list[Bytes] = []  # [pages * span_bytes] each
         self.known: dict[PageKey, Located] = {}  # the pages of the last flow: the next step needs most of them again
         self._flow: Flow | None = None
@@ -144,7 +147,7 @@ class Staging:
         if self._ring and self._ring[0].nbytes >= part_bytes:
             return
         self._ring = []  # before the new one is there, for both may not fit
-        self._ring = [huge_block(part_bytes) for _ in range(self.ring_stages)] if num_pages else []
+        self._ring = [self._allocate(part_bytes) for _ in range(self.ring_stages)] if num_pages else []
         self._peak_bytes = max(self._peak_bytes, self.ring_bytes)
 
 

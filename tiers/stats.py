@@ -66,6 +66,7 @@ class PagerStats:
     dirty_pages: int  # waiting to be made durable
     writing_pages: int
     collisions: int  # keys that named other tokens than ours
+    quota_pages: int  # forgotten because a tenant had more than its bound
     misses: dict[str, int]  # pages that were found and did not arrive, by reason
     links: dict[str, LinkStats]
     writes: WriteStats
@@ -95,6 +96,7 @@ def collect(pager: Pager) -> PagerStats:
         dirty_pages=len(residency.dirty),
         writing_pages=writeback.writing_pages,
         collisions=pager.committer.collisions,
+        quota_pages=pager.shares.forgotten,
         misses=dict(promoter.misses),
         writes=writeback.admission.statistics(),
         links={str(link): stats for link, stats in pager.mover.statistics().items()},

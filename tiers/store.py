@@ -316,7 +316,9 @@ class Store:
         if isinstance(cause, StoreBroken) and is_damage(cause):
             # Opening looks less closely than the query that stumbled: without this it would stumble there each time.
             self._parts.set_aside()
-        self._failure = f"{reason}. The store in {self._parts.directory} is off until opened again; check the disk"
+        place = str(self._parts.directory)
+        where = reason if place in reason else f"{reason} ({place})"
+        self._failure = f"{where}; it is on again when the model is loaded anew: `tierd unload MODEL`, then ask"
         self.notes.append(self._failure)
         return StoreBroken(self._failure)
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.tiers import memory
-from tierd.tiers.aio import AioReader
+from tierd.tiers.aio import AioReader, Arrived
 from tierd.tiers.errors import StoreBroken, StoreLocked
 
 ALIGN_BYTES = 4096  # O_DIRECT wants offsets, lengths and addresses in logical blocks; no device has larger ones
@@ -42,7 +42,12 @@ class StoreIO(Protocol):
     def flock(self, fd: int) -> None: ...
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
     def preadv_batch(
-        self, reader: AioReader, fd: int, offsets: npt.NDArray[np.int64], vectors: npt.NDArray[np.uint64]
+        self,
+        reader: AioReader,
+        fd: int,
+        offsets: npt.NDArray[np.int64],
+        vectors: npt.NDArray[np.uint64],
+        arrived: Arrived | None = None,
     ) -> npt.NDArray[np.int64]: ...
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
     def fdatasync(self, fd: int) -> None: ...
@@ -83,9 +88,14 @@ class OsIO:
         return os.preadv(fd, buffers, offset)
 
     def preadv_batch(
-        self, reader: AioReader, fd: int, offsets: npt.NDArray[np.int64], vectors: npt.NDArray[np.uint64]
+        self,
+        reader: AioReader,
+        fd: int,
+        offsets: npt.NDArray[np.int64],
+        vectors: npt.NDArray[np.uint64],
+        arrived: Arrived | None = None,
     ) -> npt.NDArray[np.int64]:
-        return reader.read(fd, offsets, vectors)
+        return reader.read(fd, offsets, vectors, arrived)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)

@@ -60,10 +60,10 @@ class WeightFile:
             self._fd = self._io.open(path, os.O_RDONLY | os.O_DIRECT)
             read_full(self._io, self._fd, [aligned_block(ALIGN_BYTES)], 0, ALIGN_BYTES)
         except OSError as exc:
-            if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
             if hasattr(self, "_fd"):
                 self._io.close(self._fd)
+            if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
             self.direct = False  # a file system without it: plain reads, whose cache is given back each time
             self._fd = self._io.open(path, os.O_RDONLY)
         self.size_bytes = self._io.fstat(self._fd).st_size

@@ -111,6 +111,8 @@ class WeightRing:
         self._period_s = 0.0
         self._waited_s = 0.0
         self._pieces = self._read_bytes = self._retries = self._lost = 0
+        self.uses = [0] * len(self.pieces)  # how often each piece was needed
+        self.hits = [0] * len(self.pieces)  # and how often it was there then
 
     def __repr__(self) -> str:
         return f"<WeightRing: {len(self.pieces)} pieces through {len(self._slots)} slots>"
@@ -119,11 +121,6 @@ class WeightRing:
     def ring_bytes(self) -> int:
         """Memory held."""
         return sum(slot.memory.nbytes for slot in self._slots)
-
-    @property
-    def num_slots(self) -> int:
-        """Pieces in memory at once."""
-        return len(self._slots)
 
     def memory(self, slot: int) -> Bytes:
         """The bytes of a slot."""
@@ -144,6 +141,9 @@ class WeightRing:
         Raises WeightsLost when it can't be read, is not what was imported, or has not come at `deadline_s`.
         """
         start_s = self._clock()
+        held = self._holder(number)
+        self.uses[number] += 1
+        self.hits[number] += held is not None and not self._slots[held].busy
         self._period_s += _MEMORY * (min(start_s - self._taken_s, _MAX_PERIOD_S) - self._period_s)
         self._taken_s = start_s
         order, place = self._order, self._order.index(number)

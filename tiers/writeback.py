@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from tierd.tiers.admit import Admission
 from tierd.tiers.arena import Arena
 from tierd.tiers.errors import StoreFull
+from tierd.tiers.journal import What
 from tierd.tiers.keys import unpack_tokens
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, Job, JobClass, Mover
@@ -199,12 +200,13 @@ class Writeback:
         while self._delete_rows() and any(node.key in self._residency.dropped_rows for node in nodes):
             pass
         sources = [self._hold(node) for node in nodes]
-        batch = [(self._meta(source.node), source.arena.row(source.slot)) for source in sources]
-        num_bytes = sum(row.nbytes for _, row in batch)
+        metas = [self._meta(source.node) for source in sources]
+        rows = [source.arena.row(source.slot) for source in sources]
+        num_bytes = sum(row.nbytes for row in rows)
         budget = self.admission.budget
 
         def write() -> None:
-            store.write(batch)
+            self._mover.lend(rows, lambda arrays: store.write(list(zip(metas, arrays, strict=True))))
             budget.share()
 
         job = Job(write, Link.DISK_WRITE, num_bytes, lambda done: self._written(sources, num_bytes, done))
@@ -259,6 +261,7 @@ class Writeback:
             for source in sources:
                 if self.on:
                     self._residency.place(source.node, Tier.NVME, 0)
+                    self._residency.journal.page(What.PERSIST, source.node, Tier.NVME)
         else:
             self.admission.budget.spend(-num_bytes)
             self.failed_pages += len(sources)

@@ -6,8 +6,11 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tests.sim.decoder import PAGE_TOKENS, VOCAB, Oracle
 from tests.sim.engine import END_TOKEN, Geometry
+from tierd.daemon.engine.beams import BeamSearch
 from tierd.daemon.engine.sampler import Sampler, settle
 from tierd.daemon.protocol import Event, Sampling, Submit
 
@@ -25,6 +28,7 @@ class Client:
     priority: int
     wanted: list[int]  # tokens of the answer, the end token left out
     finish: str
+    width: int = 0  # of a beam search; 0: it draws
     request_id: int = 0  # of the newest submit; 0 before the first
     got: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)  # terminal events
@@ -41,6 +45,7 @@ class Client:
             tenant=self.tenant,
             priority=self.priority,
             resume=tuple(self.got),
+            beam_width=self.width,
         )
 
     @property
@@ -64,8 +69,9 @@ class Client:
 
     @property
     def pages(self) -> int:
-        """Pages that it needs at the end."""
-        return -(-(len(self.prompt) + len(self.wanted)) // PAGE_TOKENS)
+        """Pages that it needs at the end, at most: hypotheses share their first ones."""
+        answer = len(self.wanted) + 1 if self.width else len(self.wanted)
+        return -(-(len(self.prompt) + answer) // PAGE_TOKENS) * max(self.width, 1)
 
     def _judge_end(self, kind: str, data: dict[str, Any]) -> str:
         if kind == "done":
@@ -104,6 +110,8 @@ def draw_clients(rng: random.Random, geometry: Geometry, count: int) -> list[Cli
 
 
 def _client(rng: random.Random, geometry: Geometry, prompt: tuple[int, ...], tenant: str) -> Client:
+    if rng.random() < 0.15 and min(geometry.device_pages, geometry.max_rows) >= 4:
+        return _searcher(rng, geometry, prompt, tenant)
     sampling = Sampling(
         temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
         seed=rng.randrange(1000),
@@ -113,6 +121,26 @@ def _client(rng: random.Random, geometry: Geometry, prompt: tuple[int, ...], ten
     )
     wanted, finish = _answer(prompt, sampling, geometry.limit)
     return Client(prompt, sampling, tenant, rng.choice([0, 0, 0, -1, 1]), wanted, finish)
+
+
+def _searcher(rng: random.Random, geometry: Geometry, prompt: tuple[int, ...], tenant: str) -> Client:
+    """A client that asks for the best of several beams."""
+    width, most = rng.choice([2, 3]), rng.choice([1, 3, 9])
+    sampling = Sampling(temperature=0.0, max_tokens=most, ignore_eos=rng.random() < 0.5)
+    end_ids = frozenset() if sampling.ignore_eos else frozenset({END_TOKEN})
+    search = BeamSearch(width, end_ids, min(most, geometry.limit - len(prompt)))
+    oracle = Oracle()
+    for token in prompt[:-1]:
+        oracle.push(token)
+    oracles, rows = [oracle], [oracle.push(prompt[-1])]
+    while True:
+        oracles = [oracles[parent].fork() for parent in search.advance(np.stack(rows))]
+        if search.over:
+            break
+        rows = [beam.push(found.tokens[-1]) for beam, found in zip(oracles, search.running, strict=True)]
+    best = search.ended[0]
+    wanted = list(best.tokens[:-1] if best.ended else best.tokens)
+    return Client(prompt, sampling, tenant, 0, wanted, "stop" if best.ended else "length", width)
 
 
 def _answer(prompt: tuple[int, ...], sampling: Sampling, limit: int) -> tuple[list[int], str]:

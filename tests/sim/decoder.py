@@ -162,6 +162,13 @@ class Oracle:
         self._histories = [xxhash.xxh3_64() for _ in range(LAYERS)]
         self._length = 0
 
+    def fork(self) -> Oracle:
+        """Another sequence that begins with this one."""
+        twin = Oracle()
+        twin._histories = [history.copy() for history in self._histories]
+        twin._length = self._length
+        return twin
+
     def push(self, token: int) -> Floats:
         """The logits after one more token."""
         state = first_state(token, self._length)

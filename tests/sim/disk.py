@@ -238,7 +238,7 @@ class SimDisk:
                 break
         return done
 
-    def preadv_batch(self, _reader: object, _fd: int, _offsets: object, _vectors: object) -> Any:
+    def preadv_batch(self, *_: object) -> Any:
         raise OSError(errno.ENOSYS, "no batches: the store reads piece by piece, through `preadv`")
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -24,6 +24,7 @@ from tierd.tiers.errors import StoreError
 from tierd.tiers.keys import root_key
 from tierd.tiers.links import Link
 from tierd.tiers.pager import Pager
+from tierd.tiers.prefixes import Prefixes
 from tierd.tiers.slot import SlotGeometry
 from tierd.tiers.staging import Staging
 from tierd.tiers.store import Store
@@ -115,14 +116,15 @@ class Engine:
             width=geometry.mover_width,
             capacity=geometry.mover_capacity,
         )
-        self.device = Arena("device", geometry.device_pages, RECORD_BYTES, poison=True)
-        self.host = Arena("host", geometry.host_pages, RECORD_BYTES, poison=True)
+        most = 2 * (geometry.device_pages + geometry.host_pages)
+        self.device = Arena("device", geometry.device_pages, RECORD_BYTES, max_slots=most, poison=True)
+        self.host = Arena("host", geometry.host_pages, RECORD_BYTES, max_slots=most, poison=True)
         self.pager = Pager(
             layout_record_bytes=RECORD_BYTES,
             page_tokens=PAGE_TOKENS,
             root=ROOT,
             device=self.device,
-            host=self.host if geometry.host_pages else None,
+            host=self.host,
             store=self.store,
             mover=self.mover,
             clock=clock,
@@ -137,7 +139,8 @@ class Engine:
         memories = (self.device.array, self.host.array)
         runner = Runner(self.decoder, LAYOUT, memories, staging, overlap=geometry.overlap, clock=clock)
         limits = Limits(geometry.max_rows, geometry.max_streams, PAGE_TOKENS)
-        self.streams = Streams(self.pager, runner, limits, clock)
+        self.prefixes = Prefixes(self.pager, None, wall=clock)
+        self.streams = Streams(self.pager, runner, limits, clock, self.prefixes)
         capacity = self.pager.capacity_pages * PAGE_TOKENS
         facts = Facts(VOCAB, geometry.context, capacity, frozenset({END_TOKEN}), None, add_bos=False, sampling={})
         self.intake = Intake(facts, byte_level(), None)
@@ -172,6 +175,11 @@ class Engine:
         # Pages of other streams are in the store as well, and can't go while these run.
         return 2 * pages <= self.pager.residency.store_slots
 
+    def has_room_for_beams(self, width: int) -> bool:
+        """Whether the pages that beams write, which can't spill, are few beside those of all others."""
+        writers = len(self.streams) + 1
+        return self.device.slots > 2 * width * writers
+
     def findings(self) -> list[str]:
         """What is wrong with the books; empty when all is right."""
         stats = self.pager.statistics()
@@ -193,6 +201,7 @@ class Engine:
             "host pages in flight": stats.host.in_flight_pages,
             "jobs": self.mover.outstanding,
             "requests": len(self.streams),
+            "resizes": int(self.pager.resizer.active),
         }
         return [f"{count} {what}" for what, count in held.items() if count]
 

@@ -13,12 +13,13 @@ from collections.abc import Callable
 
 from tests.sim.clients import Client, draw_clients
 from tests.sim.clock import Clock
+from tests.sim.decoder import PAGE_TOKENS
 from tests.sim.disk import Faults, SimDisk
 from tests.sim.engine import Engine, Geometry
 from tests.tiers.faults import PowerCut
 from tierd.daemon.engine.scheduler import Phase
 from tierd.daemon.errors import ContextLengthExceeded, EngineFailed
-from tierd.tiers.errors import StoreError
+from tierd.tiers.errors import PrefixInUse, PrefixUnknown, StoreError, TierFull
 
 MAX_TURNS = 5000  # a run takes a few hundred; more is a run that does not end
 MAX_REST_TURNS = 3000
@@ -52,6 +53,7 @@ class Simulation:
         self._by_id: dict[int, Client] = {}
         self._ids = itertools.count(1)
         self._serials = itertools.count()
+        self._kept: set[bytes] = set()  # pages that are pinned and must be known
         self._waiting: set[Client] = set()  # a submit of theirs is on the time line
         self._known: dict[str, list[tuple[int, ...]]] = {}  # by tenant: sequences whose pages may be known
         self._actions: list[tuple[float, int, Callable[[], None]]] = []
@@ -69,6 +71,11 @@ class Simulation:
             except PowerCut:
                 self._crash(self.rng.choice([0.0, 0.5, 1.0]))
         self.disk.close_all()
+
+    @property
+    def rows(self) -> int:
+        """Computed since the last start."""
+        return self.engine.decoder.rows
 
     def describe(self) -> str:
         """What kind of run it was."""
@@ -89,13 +96,15 @@ class Simulation:
         span_s = time_s - self.clock.now_s + 1.0
         kinds = [
             self._cut_power, self._kill, self._fill_disk, self._slow_disk, self._damage, self._operate, self._operate,
-            self._fail_step, self._kill_mover, self._restart,
+            self._fail_step, self._kill_mover, self._restart, self._pin, self._pin,
         ]  # fmt: skip
         for _ in range(rng.choice([0, 1, 3, 6])):
             kind = rng.choice(kinds)
             if kind == self._kill_mover and rng.random() < 0.7:
                 continue
             self._at(self.clock.now_s + rng.random() * span_s, kind)
+        for _ in range(rng.choice([0, 0, 0, 2, 6])):
+            self._at(self.clock.now_s + rng.random() * span_s, self._resize)
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._actions, (time_s, next(self._serials), action))
@@ -114,7 +123,8 @@ class Simulation:
         try:
             request = self.engine.intake.request(client.request_id, client.submit, self.clock())
         except ContextLengthExceeded as exc:
-            if self.engine.promises(client.pages):
+            known_pages = self.engine.intake.facts.capacity_tokens // PAGE_TOKENS  # those of the start
+            if self.engine.promises(client.pages) and client.pages <= known_pages:
                 raise Wrong(self._explain(f"refused: {exc}")) from exc
             client.ends.append("refused")  # it was to live on the disk, which could not be opened again
             return
@@ -153,6 +163,7 @@ class Simulation:
         self.engine.mover.slowness = 1.0
 
     def _damage(self) -> None:
+        self._kept = set()
         self._note(self.disk.damage())
 
     def _fail_step(self) -> None:
@@ -164,6 +175,7 @@ class Simulation:
     def _operate(self) -> None:
         """What an operator may ask for at any time."""
         pager, deadline_s = self.engine.pager, self.clock() + 0.5
+        self._kept = set()  # what follows may forget pages
         actions: list[Callable[[], object]] = [
             pager.clear,
             lambda: pager.gc(deadline_s),
@@ -174,6 +186,32 @@ class Simulation:
         ]
         with contextlib.suppress(StoreError):  # the operator is told
             self.rng.choice(actions)()
+
+    def _resize(self) -> None:
+        """The operator gives the arenas other sizes, now and then impossible ones."""
+        engine, rng = self.engine, self.rng
+        sizes = [
+            rng.choice([None, rng.randint(0, arena.slots), rng.randint(0, arena.max_slots)])
+            for arena in (engine.device, engine.host)
+        ]
+        deadline_s = self.clock() + rng.choice([0.0, 0.05, 2.0])
+        with contextlib.suppress(TierFull):  # the operator is told
+            engine.pager.resizer.start(
+                None if sizes[0] is None else max(sizes[0], 1), sizes[1], deadline_s,
+                lambda reason: self._note(f"resized: {reason or sizes}"),
+            )  # fmt: skip
+
+    def _pin(self) -> None:
+        """The operator wants a prefix kept, or lets go of one, or forgets it."""
+        prefixes = self.engine.prefixes
+        found, _ = prefixes.listing(100)
+        if not found:
+            return
+        chosen = self.rng.choice(found).id
+        verb = self.rng.choice([prefixes.pin, prefixes.pin, prefixes.unpin, prefixes.drop])
+        with contextlib.suppress(PrefixUnknown, PrefixInUse, TierFull):  # the operator is told
+            verb(chosen)
+        self._kept = {node.key for node in self.engine.pager.index.nodes.values() if node.kept}
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -230,6 +268,7 @@ class Simulation:
         for client in self.clients:
             if not client.ends:
                 client.excused |= stuck or self.disk.faults.full or not self.engine.promises(client.pages)
+                client.excused |= client.width > 0 and not self.engine.has_room_for_beams(client.width)
         for event in self.engine.streams.take_events():
             client = self._by_id.get(event.id)
             if client is None:
@@ -247,6 +286,11 @@ class Simulation:
             raise Wrong(self._explain(f"{cached} tokens of {client.prompt} come from nowhere, or from another tenant"))
 
     def _look(self) -> None:
+        engine, nodes = self.engine, self.engine.pager.index.nodes
+        if self.disk.fired or self.disk.faults.full or engine.mover.dead or engine.pager.evictor.let_go:
+            self._kept = set()  # a disk that fails loses them, and where nobody could go on else they give way
+        if gone := [key for key in self._kept if key not in nodes]:
+            raise Wrong(self._explain(f"{len(gone)} pages of pinned prefixes are gone"))
         if findings := self.engine.findings():
             raise Wrong(self._explain(f"the books: {findings[:3]}"))
 
@@ -265,6 +309,7 @@ class Simulation:
 
     def _reopen(self, *, orderly: bool) -> None:
         """A new process; the front sends every stream that was running again."""
+        self._kept = set()  # these pins live as long as the process
         if orderly:
             self.engine.close()
         while True:
@@ -311,6 +356,7 @@ class Simulation:
             durable = {node.key for node in engine.pager.index.nodes.values() if node.durable}
             if engine.pager.writeback.quiet and engine.pager.writeback.on and durable - rows:
                 raise Wrong(self._explain(f"{len(durable - rows)} pages are called durable and have no row"))
+        self._kept = set()
         engine.pager.clear()
         self._rest()
         if (stats := engine.pager.statistics()).known_pages or stats.device.free_pages != stats.device.total_pages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.tiers.arena import Arena
+from tierd.tiers.blocks import Block, HostBlock
 from tierd.tiers.errors import LostReason, PageLost, StagingLost, StoreFull
+from tierd.tiers.gpu import DeviceRow, Row
 from tierd.tiers.keys import root_key
 from tierd.tiers.lease import Lease
 from tierd.tiers.links import LinkGroup
@@ -167,6 +170,13 @@ def token_bytes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
     return found
 
 
+def viewed(row: Row) -> npt.NDArray[np.uint8]:
+    """A row as an array, also one of a card that is made of CPU memory."""
+    if isinstance(row, DeviceRow):
+        return np.ctypeslib.as_array((ctypes.c_uint8 * row.nbytes).from_address(row.address))
+    return row
+
+
 class Rig:
     """A pager with everything around it, and an engine that writes the bytes of `token_bytes`."""
 
@@ -179,12 +189,14 @@ class Rig:
         mover: Mover | None = None,
         record_bytes: int = RECORD_BYTES,
         max_slots: int | None = None,
+        make_blocks: tuple[Callable[[int, int], Block], Callable[[int, int], Block]] = (HostBlock, HostBlock),
     ) -> None:
         self.now_s = 100.0
         self.notices: list[str] = []
         self.mover = mover if mover is not None else ManualMover(1)
-        self.device = Arena("device", device, record_bytes, max_slots=max_slots, poison=True)
-        self.host = Arena("host", host, record_bytes, max_slots=max_slots, poison=True)
+        of_device, of_host = make_blocks
+        self.device = Arena("device", device, record_bytes, max_slots=max_slots, poison=True, make_block=of_device)
+        self.host = Arena("host", host, record_bytes, max_slots=max_slots, poison=True, make_block=of_host)
         self.store = store
         self.pager = Pager(
             layout_record_bytes=record_bytes,
@@ -252,7 +264,7 @@ class Rig:
         for arena in (self.device, self.host):
             slot, rest = divmod(address - arena.address(0), arena.record_bytes) if arena.states else (-1, 0)
             if 0 <= slot < len(arena.states) and rest == 0:
-                return arena.row(slot)
+                return viewed(arena.row(slot))
         raise AssertionError(f"{address:#x} is in no arena")
 
     def place(self, lease: Lease, position: int) -> npt.NDArray[np.uint8]:
@@ -263,7 +275,7 @@ class Rig:
         for arena in (self.device, self.host):
             slot, rest = divmod(address - arena.address(0), arena.record_bytes) if arena.states else (-1, 0)
             if 0 <= slot < len(arena.states) and rest == 0:
-                record = arena.row(slot)
+                record = viewed(arena.row(slot))
                 break
         else:
             assert address == 0 and self.store is not None, f"position {position} is nowhere"

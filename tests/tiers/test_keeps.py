@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.fakes import MemoryStore, Rig
+from tierd.tiers import keeps as keeps_module
 from tierd.tiers.errors import PrefixUnknown
 from tierd.tiers.keeps import MAX_KEEPS, MAX_TTL_S, Keeps
 from tierd.tiers.page import PageKey
@@ -44,24 +45,24 @@ def served(store: MemoryStore | None = None, device: int = 20) -> Rig:
 
 def test_a_wish_ends_and_a_repeated_one_goes_on() -> None:
     keeps = Keeps({}, 0.0)
-    assert keeps.add(key(1), 300.0, 100.0) and keeps.add(key(2), 100.0, 100.0)
+    assert keeps.add(key(1), 300.0, 100.0) == keeps.add(key(2), 100.0, 100.0) == (True, None)
     assert not keeps.expire(199.0) and keeps.expire(200.0) and list(keeps) == [key(1)]
-    assert not keeps.add(key(1), 300.0, 101.0)  # gains too little to be written down
-    assert keeps.add(key(1), 300.0, 350.0)
+    assert not keeps.add(key(1), 300.0, 101.0).gained  # gains too little to be written down
+    assert keeps.add(key(1), 300.0, 350.0).gained
     assert not keeps.expire(600.0) and keeps.expire(650.0) and not len(keeps)
 
 
 def test_a_shorter_wish_takes_nothing_away() -> None:
     keeps = Keeps({}, 0.0)
     keeps.add(key(1), 3600.0, 0.0)
-    assert not keeps.add(key(1), 300.0, 10.0) and keeps.until_s() == {key(1): 3600.0}
+    assert not keeps.add(key(1), 300.0, 10.0).gained and keeps.until_s() == {key(1): 3600.0}
 
 
 def test_the_number_and_the_length_of_wishes_is_bounded() -> None:
     keeps = Keeps({key(1): 10.0 * MAX_TTL_S, key(2): -1.0}, 0.0)
     assert keeps.until_s() == {key(1): MAX_TTL_S}
-    for number in range(3, MAX_KEEPS + 4):
-        keeps.add(key(number), 100.0 + number, 0.0)
+    displaced = [keeps.add(key(number), 100.0 + number, 0.0).displaced for number in range(3, MAX_KEEPS + 4)]
+    assert displaced == [None] * (MAX_KEEPS - 1) + [key(3), key(4)]
     assert len(keeps) == MAX_KEEPS and key(1) in keeps and key(3) not in keeps
     assert keeps.soonest() == key(5)
 
@@ -81,6 +82,22 @@ def test_kept_pages_stay_until_their_time_is_over() -> None:
     for start in range(300, 600, 20):
         rig.serve(list(range(start, start + 16)))
     assert rig.serve([*LONG, 99]) == 0
+    rig.check()
+    rig.close()
+
+
+def test_a_wish_that_had_to_go_for_another_keeps_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeps_module, "MAX_KEEPS", 3)
+    rig = served(device=40)
+    prefixes = Prefixes(rig.pager, None, Wall())
+    chains = [[*LONG[:8], *range(start, start + 8)] for start in range(200, 300, 10)]  # they share two pages
+    for place, tokens in enumerate(chains):
+        rig.serve(tokens)
+        assert prefixes.keep(last_page(rig, tokens), 300.0 + place)
+        alive = chains[max(place - 2, 0) : place + 1]
+        wanted = {page for tokens in alive for page in rig.pager.chain([*tokens, 1])}
+        kept = {node.key for node in rig.pager.index.nodes.values() if node.kept}
+        assert kept == wanted and prefixes._kept_pages == len(wanted)
     rig.check()
     rig.close()
 

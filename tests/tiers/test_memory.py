@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -95,3 +97,16 @@ def test_every_block_that_a_running_pager_asks_for_may_be_refused(
             workload(ram_path / f"{k}", scarce, range(k, 1 << 30) if for_ever else range(k, k + 1))
         except TierError as exc:
             raise AssertionError(f"call {k}") from exc
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems make memory when it is touched")
+def test_memory_is_there_before_it_is_touched_and_keeps_what_it_holds() -> None:
+    size = 16 << 20
+    array = np.frombuffer(memory.block(size), dtype=np.uint8)
+    array[5] = 7
+    memory.populate(int(array.ctypes.data), size)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    array[:: mmap.PAGESIZE][1:] = 1
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert array[5] == 7
+    assert faults < 100  # instead of 4,096

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.fakes import MemoryStore, Rig
-from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
+from tierd.tiers.budget import WriteBudget
+from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
+from tierd.tiers.journal import What
+from tierd.tiers.page import Tier
 from tierd.tiers.prefixes import Prefixes, PrefixInfo
 
 SYSTEM = list(range(1, 9))  # two pages
@@ -219,4 +222,102 @@ def test_pins_of_what_was_cleared_are_forgotten(tmp_path: Path) -> None:
     rig.serve(OTHER)
     prefixes.pin(by_tokens(prefixes)[4].id)
     assert len(json.loads(file.read_text())["pinned"]) == 1
+    rig.close()
+
+
+def test_what_is_persisted_is_durable_once_nothing_is_missing_any_more() -> None:
+    rig = served(MemoryStore())
+    prefixes = Prefixes(rig.pager, None)
+    one = by_tokens(prefixes)[16]
+    before = prefixes.persist(one.id)
+    assert before > 0
+    for _ in range(50):
+        rig.work()
+        if not (left := prefixes.persist(one.id)):
+            break
+    assert left == 0 and by_tokens(prefixes)[16].nvme == 4
+    assert not rig.pager.writeback.admission.asked
+    rig.close()
+
+
+def test_what_is_worth_no_write_is_written_when_somebody_asks() -> None:
+    rig = served(MemoryStore())
+    rig.settle()
+    rig.serve([*SYSTEM, 77])  # a partial page
+    rig.pager.writeback.admission.budget = WriteBudget(1000 * rig.pager.device.record_bytes)
+    rig.pager.writeback.admission.budget.spend(700 * rig.pager.device.record_bytes)
+    rig.settle()
+    prefixes = Prefixes(rig.pager, None)
+    partial = by_tokens(prefixes)[9]
+    assert partial.nvme == 2  # the second half of the day's writes is not for it
+    assert prefixes.persist(partial.id) == 1
+    rig.settle()
+    assert prefixes.persist(partial.id) == 0 and by_tokens(prefixes)[9].nvme == 3
+    rig.close()
+
+
+def test_nothing_is_persisted_where_nothing_can_be_written() -> None:
+    rig = served()
+    prefixes = Prefixes(rig.pager, None)
+    with pytest.raises(PrefixNotDurable, match="there is none"):
+        prefixes.persist(by_tokens(prefixes)[16].id)
+    rig.close()
+    rig = served(MemoryStore())
+    prefixes, record_bytes = Prefixes(rig.pager, None), rig.pager.device.record_bytes
+    rig.pager.writeback.admission.budget = WriteBudget(record_bytes)
+    rig.pager.writeback.admission.budget.spend(record_bytes)
+    with pytest.raises(PrefixNotDurable, match="today"):
+        prefixes.persist(by_tokens(prefixes)[16].id)
+    rig.pager.writeback.turn_off("broken")
+    with pytest.raises(PrefixNotDurable, match="broken"):
+        prefixes.persist(by_tokens(prefixes)[16].id)
+    rig.close()
+
+
+def test_an_evicted_prefix_leaves_memory_and_comes_back_from_disk() -> None:
+    rig = served(MemoryStore())
+    rig.settle()
+    prefixes = Prefixes(rig.pager, None)
+    one = by_tokens(prefixes)[16]
+    assert prefixes.evict(one.id) == 2  # up to the branch
+    found = by_tokens(prefixes)
+    assert (found[16].device, found[16].host, found[16].nvme) == (2, 0, 4)
+    assert found[13].device == 4
+    assert prefixes.evict(found[8].id) == 4 and by_tokens(prefixes)[13].device == 0
+    lease = rig.start([*ONE, 99])
+    assert lease.hit_nvme == 16
+    rig.pager.release(lease, ONE)
+    rig.close()
+
+
+def test_a_prefix_in_memory_alone_or_in_use_is_not_evicted() -> None:
+    rig = served(MemoryStore())
+    prefixes = Prefixes(rig.pager, None)
+    rig.serve([51, 52, 53, 54, 55])
+    new = by_tokens(prefixes)[5]
+    assert new.nvme == 0
+    with pytest.raises(PrefixNotDurable, match="2 of the 2"):
+        prefixes.evict(new.id)
+    rig.settle()
+    lease = rig.start([*ONE, 99])
+    with pytest.raises(PrefixInUse, match="in use"):
+        prefixes.evict(by_tokens(prefixes)[16].id)
+    rig.pager.release(lease, ONE)
+    rig.close()
+
+
+def test_actions_are_in_the_journal() -> None:
+    rig = served(MemoryStore())
+    rig.settle()
+    prefixes, told = Prefixes(rig.pager, None), rig.pager.residency.journal
+    start = told.since(0)[-1].number
+    one = by_tokens(prefixes)[16].id
+    prefixes.pin(one)
+    prefixes.unpin(one)
+    prefixes.evict(one)
+    prefixes.drop(one)
+    entries = [entry for entry in told.since(start) if entry.what is What.PREFIX]
+    words = ("pinned", "unpinned", "evicted", "dropped")
+    assert [word in entry.text for word, entry in zip(words, entries, strict=True)] == [True] * 4
+    assert entries[0].slot >= 0 and entries[2].tier is Tier.NVME and entries[3].key is None
     rig.close()

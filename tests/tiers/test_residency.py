@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.journal import Journal
 from tierd.tiers.keys import pack_tokens, page_key, root_key
 from tierd.tiers.page import Tier
 from tierd.tiers.prefix import Node, PrefixIndex
@@ -15,7 +16,8 @@ class Books:
     def __init__(self) -> None:
         self.index = PrefixIndex(4)
         self.device, self.host = Arena("device", 4, 64), Arena("host", 4, 64)
-        self.residency = Residency(self.index, self.device, self.host, 10)
+        self.journal = Journal(lambda: 0.0)
+        self.residency = Residency(self.index, self.device, self.host, 10, self.journal)
 
     def page(self, parent: Node | None, *tokens: int, tiers: tuple[Tier, ...] = (Tier.DEVICE,)) -> Node:
         key = parent.key if parent is not None else ROOT

@@ -44,7 +44,7 @@ def test_no_more_is_kept_than_the_bound() -> None:
         rig.serve(list(range(first, first + 12)))
         assert rig.known() <= 4
     rig.settle()
-    assert rig.pager.shares.forgotten == 20 * 3 - 4
+    assert rig.pager.statistics().quota_pages == 20 * 3 - 4
     rig.check()
     rig.close()
 
@@ -103,6 +103,30 @@ def test_pages_on_their_way_to_the_store_go_when_they_have_arrived() -> None:
         rig.poll()
     rig.settle()
     assert rig.known() == 2 and len(store.rows) == 2
+    rig.check()
+    rig.close()
+
+
+def test_a_finished_copy_costs_no_walk_over_pages_that_stay() -> None:
+    rig = TenantRig(device=64, host=0, store=MemoryStore())
+    rig.quota_pages = 100
+    for first in range(0, 2000, 100):
+        rig.serve(list(range(first, first + 12)))
+    rig.settle()
+    for node in rig.pager.index.nodes.values():
+        node.kept = True
+    asked: list[object] = []
+    is_idle = rig.pager.residency.is_idle
+    rig.quota_pages = 4
+    rig.serve(C)
+    rig.pager.residency.is_idle = lambda node: asked.append(node) or is_idle(node)
+    for number in range(50):  # another tenant's copies finish
+        rig.serve(list(range(5000 + 20 * number, 5012 + 20 * number)), b"other")
+        asked.clear()
+        rig.settle()
+        rig.pager.shares.settle()
+        assert len(asked) < 60
+    assert sum(node.kept for node in rig.pager.index.nodes.values()) == 60 and rig.known() == 60
     rig.check()
     rig.close()
 

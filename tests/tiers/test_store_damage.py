@@ -160,7 +160,7 @@ def test_damaged_lookup_turns_off_and_starts_afresh(ram_path: Path) -> None:
     store._index.lookup = stumble  # type: ignore[method-assign,assignment]
     assert isinstance(lost := read(store, 1), PageLost)
     assert lost.reason is LostReason.STORE_OFF
-    with pytest.raises(StoreBroken, match="off until opened again"):
+    with pytest.raises(StoreBroken, match="on again when the model is loaded anew"):
         store.write([page(2)])
     store.close()
     with open_store(ram_path / "kv") as store:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.fakes import ROOT, ManualMover, MemoryStore, Rig, open_store
+from tierd.tiers import memory, upkeep
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.keys import pack_tokens, page_key
+from tierd.tiers.links import Link
 from tierd.tiers.mover import Mover
 from tierd.tiers.store import PageMeta
 
@@ -212,4 +214,21 @@ def test_a_streamed_page_whose_row_is_gone_is_a_hole_after_verify() -> None:
     rig.grow(lease, tokens, len(tokens))
     rig.expect(lease, tokens)
     rig.check()
+    rig.close()
+
+
+@pytest.mark.parametrize(("pages", "device", "made"), [(5, 8, 5), (5, 3, 3), (0, 8, 0)])
+def test_memory_for_the_first_loads_is_made_ahead(
+    monkeypatch: pytest.MonkeyPatch, pages: int, device: int, made: int
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(memory, "populate", lambda address, size: asked.append((address, size)))
+    store = MemoryStore()
+    for meta in chain(pages):
+        store.rows[meta.key] = (meta, b"")
+    rig = Rig(device=device, store=store)
+    upkeep.warm(rig.pager)
+    rig.manual.run_all()
+    assert asked == ([(rig.device.address(0), made * rig.device.record_bytes)] if made else [])
+    assert rig.mover.outstanding == 0 and rig.mover.statistics()[Link.DEVICE_TO_DEVICE].total_bytes == 0
     rig.close()

@@ -12,7 +12,7 @@ from textual.reactive import reactive
 from tierd.daemon.errors import TierdError
 from tierd.daemon.protocol import Submit
 from tierd.tui import actions
-from tierd.tui.feed import Feed, page_detail
+from tierd.tui.feed import Feed, page_detail, page_with_key
 from tierd.tui.format import size
 from tierd.tui.glyphs import TIER_NAMES
 from tierd.tui.messages import JumpToPage, PageWanted
@@ -32,8 +32,11 @@ class ActingApp(App[None]):
     # Panels repaint what changed of them: `repaint` would draw the whole screen anew for each frame.
     snapshot: reactive[Snapshot] = reactive(Snapshot(), init=False, always_update=True, repaint=False)
 
-    def __init__(self, feed: Feed) -> None:
-        super().__init__()
+    def __init__(self, feed: Feed, *, native_colours: bool) -> None:
+        """`native_colours`: it begins with the terminal's own, and under NO_COLOR with none: Textual asks that once,
+        before it knows the theme, and would paint black behind everything otherwise."""
+        super().__init__(ansi_color=native_colours or None)
+        self.set_reactive(App.ansi_color, None)  # from now on the theme says it
         self.feed = feed
 
     def action_panel(self, name: str) -> None:
@@ -48,9 +51,30 @@ class ActingApp(App[None]):
 
     def on_jump_to_page(self, message: JumpToPage) -> None:
         """Show a page in the map."""
-        residency = self.query_one(Residency)
+        if message.key and self.snapshot.standing.phase is Phase.LIVE and "page" in self.snapshot.ops:
+            self._jump_to_key(message)
+        else:
+            self._jump(message.tier, message.slot)
+
+    def _jump(self, tier: str, slot: int) -> None:
+        if slot < 0:
+            self.notify("this page is in no map any more", severity="warning")
+            return
         self.action_panel("residency")
-        residency.jump(message.tier, message.slot)
+        self.query_one(Residency).jump(tier, slot)
+
+    @work(exclusive=True, group="page")
+    async def _jump_to_key(self, wanted: JumpToPage) -> None:
+        """To where the page lies now, which may be elsewhere than when it was in the log."""
+        engine = self.snapshot.engine
+        tier, slot = wanted.tier, wanted.slot
+        try:
+            found = await page_with_key(self.feed, engine.model if engine else "", wanted.key)
+        except TierdError:
+            self.notify("this page is not known any more: shown is where it was")
+        else:
+            tier, slot = next(iter((found.places or {}).items()), (tier, slot))
+        self._jump(tier, slot)
 
     def on_page_wanted(self, message: PageWanted) -> None:
         """Ask the daemon about the page once the cursor rests."""
@@ -79,7 +103,7 @@ class ActingApp(App[None]):
     # -- acting ----------------------------------------------------------------------------------------------------
 
     def action_on_prefix(self, action: str) -> None:
-        """Pin, unpin, drop, persist or evict the prefix under the cursor."""
+        """One of `actions.PREFIX_ACTIONS` on the prefix under the cursor."""
         row = self.query_one(Prefixes).selected
         if row is None or self.focused_panel() != "prefixes":
             self.notify("choose a prefix first (panel 5)", severity="warning")

@@ -28,6 +28,8 @@ PREFIX_ACTIONS = {
     "pin": ("Pin", "its last copy is not evicted until it is unpinned"),
     "unpin": ("Unpin", "it may be evicted again, and what goes on from it"),
     "drop": ("Drop", "it is forgotten in every tier, and all that goes on from it"),
+    "persist": ("Persist", "it is written to disk before everything else; this waits until it is durable"),
+    "evict": ("Evict", "it leaves memory, with all that goes on from it, and stays on disk"),
 }
 
 

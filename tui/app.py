@@ -73,6 +73,8 @@ class TopApp(ActingApp):
         Binding("p", "on_prefix('pin')", "pin prefix", show=False, id="act.pin"),
         Binding("u", "on_prefix('unpin')", "unpin prefix", show=False, id="act.unpin"),
         Binding("d", "on_prefix('drop')", "drop prefix", show=False, id="act.drop"),
+        Binding("w", "on_prefix('persist')", "persist prefix now", show=False, id="act.persist"),
+        Binding("e", "on_prefix('evict')", "evict prefix", show=False, id="act.evict"),
         Binding("c", "cancel", "cancel request", show=False, id="act.cancel"),
         Binding("U", "unload", "unload the model", show=False, id="act.unload"),
         Binding("R", "resize('device')", "resize the device arena", show=False, id="act.resize_device"),
@@ -90,7 +92,7 @@ class TopApp(ActingApp):
         readonly: bool = False,
         keymap: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(feed)
+        super().__init__(feed, native_colours=view.look in (Look.ANSI, Look.PLAIN))
         self.keymap = keymap
         self.view = view
         self.readonly = readonly

@@ -19,6 +19,8 @@ from tierd.tui.snapshot import HISTORY, Assembler, Phase, Snapshot, Standing
 from tierd.tui.wire import (
     DaemonReport,
     EngineReport,
+    EventLog,
+    EventRow,
     PageDetail,
     PageMap,
     PrefixList,
@@ -138,19 +140,28 @@ class LiveFeed:
                 self._assembler.model = str(shown["name"])
         daemon = convert(await self._client.call("status", wait_s=ANSWER_S), DaemonReport)
         try:
+            log = await self._log(daemon)
             top = await self._top(daemon, fresh=self._assembler.snapshot.standing.phase is not Phase.LIVE)
-            snapshot = self._assembler.take(self._clock(), self._wall(), daemon, top)
+            snapshot = self._assembler.take(self._clock(), self._wall(), daemon, top, log)
         except ProtocolError:
             # What we hold and what the engine thinks we hold differ: once more, from the beginning.
             top = await self._top(daemon, fresh=True)
-            snapshot = self._assembler.take(self._clock(), self._wall(), daemon, top)
+            snapshot = self._assembler.take(self._clock(), self._wall(), daemon, top, log)
         if snapshot.standing.phase is not Phase.LIVE:
             if snapshot.standing.phase is Phase.DISCONNECTED:
                 self._assembler.note("top", "connected again", self._wall())
             snapshot = self._assembler.stand(Standing(Phase.LIVE, self._clock()))
         if self._recorder is not None:
-            self._recorder.write(frame_of(snapshot, top, self._wall()))
+            self._recorder.write(frame_of(snapshot, top, self._wall(), log))
         return snapshot
+
+    async def _log(self, daemon: DaemonReport) -> tuple[EventRow, ...] | None:
+        """What happened to the daemon since the last frame; None when it does not tell."""
+        held = self._assembler.snapshot
+        if "events" not in held.ops:
+            return None
+        after = max(self._assembler.daemon_events, 0) if daemon.pid == held.daemon.pid else 0
+        return convert(await self._client.call("events", wait_s=ANSWER_S, after=after), EventLog).events
 
     async def _top(self, daemon: DaemonReport, *, fresh: bool) -> TopAnswer | None:
         """What lies where in the engine that is shown; None while there is none that could say so."""
@@ -174,8 +185,7 @@ class LiveFeed:
                 args["maps"] = {part.tier: part.version for part in held.maps}
                 if held.prefixes is not None:
                     args["prefixes"] = held.prefixes_version
-                if held.events_reported and held.events:
-                    args["events_after"] = held.events[-1].number
+                args["events_after"] = max(self._assembler.engine_events, 0)
             return convert(await self._client.call("top", wait_s=ANSWER_S, **args), TopAnswer)
         return await self._without_top(engine, fresh=fresh)
 
@@ -220,6 +230,11 @@ class LiveFeed:
 
 def _ready(daemon: DaemonReport, model: str) -> EngineReport | None:
     return next((e for e in daemon.engines if e.model == model and e.state == "ready"), None)
+
+
+async def page_with_key(feed: Feed, model: str, key: bytes) -> PageDetail:
+    """The same of a page by its key, wherever it lies now. Raises TierdError."""
+    return convert(await feed.call("page", model=model, key=key.hex()), PageDetail)
 
 
 async def page_detail(feed: Feed, model: str, tier: str, slot: int) -> PageDetail:
@@ -288,7 +303,7 @@ class ReplayFeed:
     def _take(self, place: int) -> None:
         frame = self.recording.frame(place)
         self._assembler.snapshot = replace(self._assembler.snapshot, ops=frozenset(frame.ops))
-        self._assembler.take(frame.at_s, frame.wall_s, frame.daemon, frame.top)
+        self._assembler.take(frame.at_s, frame.wall_s, frame.daemon, frame.top, frame.log)
         self._shown = place
 
     async def call(self, op: str, **args: Any) -> dict[str, Any]:

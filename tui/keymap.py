@@ -10,16 +10,23 @@ The names are those that `tierd top --keys` lists, the keys are Textual's, sever
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from textual.binding import Binding
 
 from tierd.daemon.errors import BadConfig, suggest
 
+_DIALOGS = frozenset({"ask", "confirm", "help"})  # screens of their own: their keys mean nothing elsewhere
+_APART = frozenset({frozenset({"list", "map"}), frozenset({"prefixes", "map"})})  # one of them has the focus
 
-def load(path: Path, known: Iterable[str]) -> dict[str, str]:
-    """Keys by name of their action; empty when there is no such file. Raises BadConfig that names what is wrong."""
+
+def load(path: Path, known: Mapping[str, Binding]) -> dict[str, str]:
+    """Keys by name of their action; empty when there is no such file. Raises BadConfig that names what is wrong.
+
+    `known`: every action with the keys that it has by itself. Of two that can be meant at once none may have a key of
+    the other.
+    """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -41,10 +48,33 @@ def load(path: Path, known: Iterable[str]) -> dict[str, str]:
             )
         if not isinstance(key, str) or not all(part.strip() for part in key.split(",")):
             raise BadConfig(f"{path}: {name}: a key is a text such as \"ctrl+q\"")
-    twice = [name for name in keys if any(other != name and keys[other] == keys[name] for other in keys)]
-    if twice:
-        raise BadConfig(f"{path}: {' and '.join(twice[:2])} have the same key {keys[twice[0]]!r}")
-    return dict(keys)
+    mine = {name: ",".join(part.strip() for part in key.split(",")) for name, key in keys.items()}
+    if (found := clash(mine, known)) is not None:
+        key, one, other = found
+        raise BadConfig(
+            f"{path}: {one} and {other} have the same key {key!r}", hint=f"give one of them another; {other} has it"
+            f"{'' if other in mine else ' by itself'}",
+        )  # fmt: skip
+    return mine
+
+
+def clash(keymap: Mapping[str, str], known: Mapping[str, Binding]) -> tuple[str, str, str] | None:
+    """A key, an action that the user gave it to, and another one that has it; None when each key means one thing."""
+    owners: dict[str, list[str]] = {}
+    for name in (*keymap, *(name for name in known if name not in keymap)):  # so that the user's come first
+        for key in key_of(known[name], keymap).split(","):
+            others = owners.setdefault(key.strip(), [])
+            for other in others:
+                if other != name and _together(other, name):
+                    return key.strip(), other, name
+            others.append(name)
+    return None
+
+
+def _together(one: str, other: str) -> bool:
+    """Whether a key can mean both: they are actions of one place, or of two that hear keys at once."""
+    places = frozenset({one.partition(".")[0], other.partition(".")[0]})
+    return len(places) == 1 or not (places & _DIALOGS or places in _APART)
 
 
 def key_of(binding: Binding, keymap: Mapping[str, str]) -> str:

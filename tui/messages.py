@@ -22,9 +22,11 @@ class Arrived(Message):
 class JumpToPage(Message):
     """Show this page in the map."""
 
-    def __init__(self, tier: str, slot: int) -> None:
+    def __init__(self, tier: str, slot: int, key: bytes = b"") -> None:
+        """With a `key` it is shown where it lies by now; the slot is where it was."""
         self.tier = tier
         self.slot = slot
+        self.key = key
         super().__init__()
 
 

@@ -151,7 +151,12 @@ def cell_kind(kinds: bytes) -> Kind:
         return Kind(kinds[0])
     if Kind.DAMAGED in kinds:
         return Kind.DAMAGED
-    return Kind(max(set(kinds), key=lambda kind: (kinds.count(kind), kind)))
+    most, found = 0, 0
+    for kind in set(kinds):
+        count = kinds.count(kind)
+        if count > most or (count == most and kind > found):
+            most, found = count, kind
+    return Kind(found)
 
 
 def level(used_s: int, clock_s: float | None) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from tierd.daemon.errors import BadRequest, OutOfSpace
 from tierd.tui.snapshot import ArenaMap, Snapshot
-from tierd.tui.wire import DaemonReport, PageMap, PrefixTable, TopAnswer
+from tierd.tui.wire import DaemonReport, EventRow, PageMap, PrefixTable, TopAnswer
 
 FORMAT = "tierd-top-1"
 MAX_LINE_BYTES = 64 << 20
@@ -30,9 +30,12 @@ class Frame(msgspec.Struct, frozen=True):
     top: TopAnswer | None = None
     wall_s: float | None = None
     ops: tuple[str, ...] = ()
+    log: tuple[EventRow, ...] | None = None  # what happened to the daemon since the frame before
 
 
-def frame_of(snapshot: Snapshot, answer: TopAnswer | None, wall_s: float | None) -> Frame:
+def frame_of(
+    snapshot: Snapshot, answer: TopAnswer | None, wall_s: float | None, log: tuple[EventRow, ...] | None = None
+) -> Frame:
     """A frame that stands alone: with the maps and the rows that the snapshot holds."""
     top = None
     if answer is not None:
@@ -43,7 +46,7 @@ def frame_of(snapshot: Snapshot, answer: TopAnswer | None, wall_s: float | None)
             )
         maps = tuple(_whole(held) for held in snapshot.maps)
         top = msgspec.structs.replace(answer, maps=maps, prefixes=table)
-    return Frame(snapshot.at_s, snapshot.daemon, top, wall_s, tuple(sorted(snapshot.ops)))
+    return Frame(snapshot.at_s, snapshot.daemon, top, wall_s, tuple(sorted(snapshot.ops)), log)
 
 
 def _whole(held: ArenaMap) -> PageMap:

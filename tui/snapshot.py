@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
+
+import msgspec
 
 from tierd.daemon.errors import ProtocolError
 from tierd.tui.glyphs import TIER_NAMES
@@ -62,6 +64,8 @@ class ArenaMap:
     used: array[int]
     owners: array[int]
     prefixes: array[int]
+    base: int = -1  # the version that `changed` is relative to; -1: it may differ from any other in any slot
+    changed: Sequence[int] = ()  # slots that are not as they were in `base`
 
     def __repr__(self) -> str:
         return f"<ArenaMap {self.tier}, version {self.version}: {len(self.cells)} pages>"
@@ -107,6 +111,7 @@ class Snapshot:
     prefixes_total: int | None = None
     weights: tuple[WeightRow, ...] | None = None
     plan: tuple[PlanRow, ...] | None = None
+    plan_note: str = ""
 
     def __repr__(self) -> str:
         return f"<Snapshot {self.number}: {self.standing.phase}, {len(self.maps)} maps>"
@@ -122,6 +127,8 @@ class Assembler:
 
     model: str = ""  # the engine to show; empty: the one used last
     snapshot: Snapshot = Snapshot()
+    engine_events: int = -1  # number of the last event that the engine told
+    daemon_events: int = -1  # and of that of the daemon
     _history: dict[str, deque[float]] = field(default_factory=dict)
     _waits: dict[str, deque[bool]] = field(default_factory=dict)
     _last_change: Change | None = None  # what the last line of the log tells
@@ -137,19 +144,27 @@ class Assembler:
         self._add_event(kind, text, at_s)
         self.snapshot = replace(self.snapshot, events=tuple(self._events))
 
-    def take(self, at_s: float, wall_s: float | None, daemon: DaemonReport, top: TopAnswer | None) -> Snapshot:
-        """The next snapshot. Raises ProtocolError for answers that contradict themselves."""
+    def take(
+        self, at_s: float, wall_s: float | None, daemon: DaemonReport, top: TopAnswer | None,
+        log: Sequence[EventRow] | None = None,
+    ) -> Snapshot:  # fmt: skip
+        """The next snapshot. Raises ProtocolError for answers that contradict themselves.
+
+        `log`: what happened to the daemon since the last one; None: it does not tell.
+        """
         last = self.snapshot
-        engine = _engine(daemon, self.model)
+        engine = _at_one_moment(_engine(daemon, self.model), top)
         other = engine is None or last.engine is None or engine.pid != last.engine.pid
         if other:
             self._history.clear()
             self._waits.clear()
+            self.engine_events = -1
+        if daemon.pid != last.daemon.pid:
+            self.daemon_events = -1
         answer = top or TopAnswer()
         maps = tuple(_merged(part, None if other else last.map_of(part.tier)) for part in answer.maps)
-        if answer.events is not None:
-            known = self._events[-1].number if self._events else -1
-            self._events.extend(event for event in answer.events if event.number > known or other)
+        if answer.events is not None or log is not None:
+            self._log(answer.events or (), log or ())
         else:
             before = None if other else last.engine
             for change in _changes(before, engine):
@@ -167,7 +182,7 @@ class Assembler:
             high_water=_high_water(engine, () if other else last.high_water),
             maps=maps,
             events=tuple(self._events),
-            events_reported=answer.events is not None,
+            events_reported=answer.events is not None or log is not None,
             clock_s=answer.clock_s,
             page_tokens=answer.page_tokens,
             page_format=answer.page_format,
@@ -177,8 +192,20 @@ class Assembler:
             prefixes_total=answer.prefixes.total if answer.prefixes else None,
             weights=answer.weights,
             plan=answer.plan,
+            plan_note=answer.plan_note,
         )
         return self.snapshot
+
+    def _log(self, of_engine: Sequence[EventRow], of_daemon: Sequence[EventRow]) -> None:
+        """Adds what was not known, in the order of time."""
+        told = [row for row in of_engine if row.number > self.engine_events]
+        news = [row for row in of_daemon if row.number > self.daemon_events]
+        self.engine_events = told[-1].number if told else self.engine_events
+        self.daemon_events = news[-1].number if news else self.daemon_events
+        number = self._events[-1].number + 1 if self._events else 0
+        ordered = sorted([*told, *news], key=lambda row: row.at_s or 0.0)
+        self._events.extend(msgspec.structs.replace(row, number=number + at) for at, row in enumerate(ordered))
+        self._last_change = None if ordered else self._last_change
 
     def _add_event(self, kind: str, text: str, at_s: float | None) -> None:
         number = self._events[-1].number + 1 if self._events else 0
@@ -219,6 +246,15 @@ def _engine(daemon: DaemonReport, model: str) -> EngineReport | None:
     wanted = model or daemon.model
     found = [engine for engine in daemon.engines if engine.model == wanted]
     return found[0] if found else None
+
+
+def _at_one_moment(engine: EngineReport | None, top: TopAnswer | None) -> EngineReport | None:
+    """The engine with the figures that were taken together with the maps: those of `status` are of another moment."""
+    figures = top.engine if top is not None else None
+    if engine is None or figures is None:
+        return engine
+    told = {"pid": engine.pid, "rss_bytes": engine.rss_bytes, "notices": engine.notices}
+    return msgspec.structs.replace(figures, model=engine.model, state=engine.state, **told)
 
 
 def _prefixes(answer: TopAnswer, last: Snapshot, other: bool) -> tuple[tuple[PrefixRow, ...] | None, int]:
@@ -268,18 +304,17 @@ def _merged(part: PageMap, last: ArenaMap | None) -> ArenaMap:
     if last is None or last.version != part.base or last.slots != part.slots:
         raise ProtocolError(f"the {part.tier} map is relative to one that this screen does not have")
     if not part.changed:
-        return replace(last, version=part.version)
+        return replace(last, version=part.version, base=part.base, changed=())
     changed = _column("I", part.changed)
     if max(changed) >= part.slots:
         raise ProtocolError(f"the {part.tier} map changes a slot beyond its {part.slots}")
     cells = bytearray(last.cells)
     for slot, cell in zip(changed, part.cells, strict=True):
         cells[slot] = cell
-    columns = [
-        _patched(old, changed, new)
-        for old, new in ((last.used, used), (last.owners, owners), (last.prefixes, prefixes))
-    ]
-    return ArenaMap(part.tier, part.version, bytes(cells), *columns)
+    return ArenaMap(
+        part.tier, part.version, bytes(cells), _patched(last.used, changed, used),
+        _patched(last.owners, changed, owners), _patched(last.prefixes, changed, prefixes), part.base, changed,
+    )  # fmt: skip
 
 
 def _patched(old: array[int], changed: array[int], new: array[int]) -> array[int]:

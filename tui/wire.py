@@ -189,11 +189,18 @@ class EventRow(msgspec.Struct, frozen=True):
     """Something that happened. `number` grows; `at_s` is Unix time."""
 
     number: int
-    kind: str  # evict | promote | restore | damage | disk | client | notice | ...
+    kind: str  # evict | spill | restore | persist | damage | prefix | resize | load | unload | crash | notice | ...
     text: str
     at_s: float | None = None
     tier: str = ""
     slot: int = -1
+    key: bytes = b""  # of the page that it concerns
+
+
+class EventLog(msgspec.Struct, frozen=True):
+    """The answer of `events` {after}: what happened to the daemon and its engines."""
+
+    events: tuple[EventRow, ...] = ()
 
 
 class WeightRow(msgspec.Struct, frozen=True):
@@ -219,6 +226,7 @@ class TopAnswer(msgspec.Struct, frozen=True):
     """The answer of `top`. None: this daemon does not report it."""
 
     model: str = ""
+    engine: EngineReport | None = None  # the figures of `status` at the moment of the maps
     clock_s: float | None = None  # the engine's clock, for ages
     page_tokens: int | None = None
     page_format: str = ""
@@ -228,6 +236,7 @@ class TopAnswer(msgspec.Struct, frozen=True):
     events: tuple[EventRow, ...] | None = None
     weights: tuple[WeightRow, ...] | None = None
     plan: tuple[PlanRow, ...] | None = None
+    plan_note: str = ""  # what the plan rests on, or why there is none
 
 
 class ListedPrefix(msgspec.Struct, frozen=True):
@@ -253,7 +262,7 @@ class PrefixList(msgspec.Struct, frozen=True):
 
 
 class PageDetail(msgspec.Struct, frozen=True):
-    """The answer of `page` {model, tier, slot}: everything about one page."""
+    """The answer of `page` {model, tier, slot} or {model, key}: everything about one page."""
 
     key: str = ""
     text: str | None = None
@@ -265,6 +274,8 @@ class PageDetail(msgspec.Struct, frozen=True):
     checksum: str | None = None  # good | bad | unread
     used_s: float | None = None
     copies: tuple[str, ...] | None = None
+    places: dict[str, int] | None = None  # by tier, its slot in the map
+    hits: int | None = None  # uses since it was computed
     victim_rank: int | None = None  # 0: the next to be evicted
 
 

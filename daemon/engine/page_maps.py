@@ -1,11 +1,14 @@
-"""The page map of an arena for `tierd top`: a byte a page and what else is shown of it, as a whole or as what changed.
+"""The page map of a tier for `tierd top`: a byte a page and what else is shown of it, as a whole or as what changed.
 
 A sketch follows the pager's books: the states of the slots are read as they are, what a page says of itself comes from
 the pages that were touched since the last look. So a look costs what has happened, not what there is.
+
+On disk a page has no slot that the pager knows: there it has a place of the map, which it keeps as long as it is there.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +18,7 @@ import numpy.typing as npt
 
 from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.pager import Pager
 from tierd.tiers.prefix import Node, PrefixIndex
 
 PARTIAL, IN_HOST, DURABLE, MOVING, KEPT = 0x08, 0x10, 0x20, 0x40, 0x80  # flags of a cell, above its `SlotState`
@@ -26,10 +30,10 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TierMap:
-    """Every page of one arena at one moment.
+    """Every page of one tier at one moment.
 
     Attributes:
-        tier: device or host.
+        tier: device, host or nvme.
         since: the version in which it came to have this number of slots; what is older can't be compared with it.
         cells: u8[slots], `SlotState` and flags.
         used: u32[slots], second of the last use on the scale of `Pager.page_time`, 0 for none.
@@ -120,14 +124,122 @@ class Sketch:
         used = np.where(known, self._used, np.uint32(0))
         used[states == SlotState.PRIVATE] = int(now_s)
         prefixes = np.where(known, self._prefixes, np.uint16(0))
-        last = self._map
-        if last is None or len(last.cells) != len(cells):
-            since, changed = version, np.full(len(cells), version, np.int64)
-        else:
-            same = (last.cells == cells) & (last.used == used) & (last.owners == owners) & (last.prefixes == prefixes)
-            since, changed = last.since, np.where(same, last.changed, version)
-        self._map = TierMap(self._tier.name.lower(), since, cells, used, owners, prefixes, changed)
+        self._map = _following(self._map, self._tier, version, (cells, used, owners, prefixes))
         return self._map
+
+    def key_at(self, slot: int) -> PageKey | None:
+        """The page that was seen in a slot."""
+        return self._keys[slot] if 0 <= slot < len(self._keys) else None
+
+    def slot_of(self, node: Node) -> int:
+        """Where a page lies, negative for nowhere here."""
+        return node.device if self._tier is Tier.DEVICE else node.host
+
+
+class DiskSketch:
+    """Makes the map of the store. Threading: step thread only."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._places: dict[PageKey, int] = {}
+        self._free: list[int] = []  # a heap: what is low is given out first
+        self._keys: list[PageKey | None] = []
+        self._cells = np.zeros(0, np.uint8)
+        self._used = np.zeros(0, np.uint32)
+        self._prefixes = np.zeros(0, np.uint16)
+        self._map: TierMap | None = None
+
+    def take(self, nodes: Collection[Node]) -> None:
+        """Notes what these pages say of themselves."""
+        known, full = self._pager.index.nodes, self._pager.index.page_bytes
+        for touched in nodes:
+            node = known.get(touched.key)  # a page may have gone and come again
+            if node is None or not (node.durable or node.writing):
+                self._leave(touched.key)
+                continue
+            place = self._places.get(node.key)
+            if place is None:
+                place = self._come(node)
+            state = SlotState.FILLING if not node.durable else SlotState.PINNED if node.pins else SlotState.IDLE
+            flags = PARTIAL * (len(node.packed) < full) | IN_HOST * (node.host >= 0) | MOVING * (node.moves > 0)
+            self._cells[place] = state | flags | KEPT * node.kept
+            self._used[place] = int(node.last_use_s)
+        self._fit(max(self._pager.residency.store_slots, len(self._places)))
+
+    def _come(self, node: Node) -> int:
+        place = heapq.heappop(self._free) if self._free else len(self._keys)
+        if place < len(self._keys):
+            self._keys[place] = node.key
+        else:
+            place = len(self._keys)  # what is free beyond it went when the store became smaller
+            self._keys.append(node.key)
+            if place >= len(self._cells):
+                size = max(2 * place, 256)
+                self._cells, self._used = _fitted(self._cells, size), _fitted(self._used, size)
+                self._prefixes = _fitted(self._prefixes, size)
+        self._places[node.key] = place
+        before = self._places.get(node.parent)  # until the tree is sorted anew it counts to the prefix before it
+        self._prefixes[place] = self._prefixes[before] if before is not None else 0
+        return place
+
+    def _leave(self, key: PageKey) -> None:
+        place = self._places.pop(key, None)
+        if place is not None:
+            self._keys[place] = None
+            heapq.heappush(self._free, place)
+            self._cells[place] = self._used[place] = self._prefixes[place] = 0
+
+    def _fit(self, slots: int) -> None:
+        """No place beyond the store, though more pages than it holds may have been on their way for a moment."""
+        while len(self._keys) > slots:
+            key, last = self._keys.pop(), len(self._keys)
+            if key is None:
+                continue
+            place = heapq.heappop(self._free)
+            self._keys[place], self._places[key] = key, place
+            for column in (self._cells, self._used, self._prefixes):
+                column[place], column[last] = column[last], 0
+
+    def sort_in(self, slots: npt.NDArray[np.int64], numbers: npt.NDArray[np.uint16]) -> None:
+        """As `Sketch.sort_in`."""
+        self._prefixes[:] = 0
+        self._prefixes[slots] = numbers
+
+    def look(self, version: int, now_s: float, owners: npt.NDArray[np.uint16]) -> TierMap:
+        """The map now. `owners` of the places that there were before; after `take`."""
+        del now_s  # no page is written to there
+        slots = max(self._pager.residency.store_slots, len(self._places))
+        cells, used, owned = _fitted(self._cells, slots), _fitted(self._used, slots), _fitted(owners, slots)
+        prefixes = np.where(cells == SlotState.FREE, np.uint16(0), _fitted(self._prefixes, slots))
+        self._map = _following(self._map, Tier.NVME, version, (cells, used, owned, prefixes))
+        return self._map
+
+    @property
+    def slots(self) -> int:
+        """Places that have been given out at any time."""
+        return len(self._keys)
+
+    def key_at(self, slot: int) -> PageKey | None:
+        """The page that was seen in a place."""
+        return self._keys[slot] if 0 <= slot < len(self._keys) else None
+
+    def slot_of(self, node: Node) -> int:
+        """The place of a page, negative for none."""
+        return self._places.get(node.key, -1)
+
+
+_Columns = tuple[
+    npt.NDArray[np.uint8], npt.NDArray[np.uint32], npt.NDArray[np.uint16], npt.NDArray[np.uint16]
+]  # cells, used, owners, prefixes
+
+
+def _following(last: TierMap | None, tier: Tier, version: int, columns: _Columns) -> TierMap:
+    """A map of these columns that says which slots are not as in the last one."""
+    cells, used, owners, prefixes = columns
+    if last is None or len(last.cells) != len(cells):
+        return TierMap(tier.name.lower(), version, *columns, np.full(len(cells), version, np.int64))
+    same = (last.cells == cells) & (last.used == used) & (last.owners == owners) & (last.prefixes == prefixes)
+    return TierMap(tier.name.lower(), last.since, *columns, np.where(same, last.changed, version))
 
 
 def _fitted(column: npt.NDArray[_Scalar], slots: int) -> npt.NDArray[_Scalar]:

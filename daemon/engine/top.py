@@ -1,4 +1,4 @@
-"""What `tierd top` is told: which page lies where, which request uses it, what is remembered.
+"""What `tierd top` is told: which page lies where, which request uses it, what is remembered, what happened.
 
 The step thread looks at the books between two steps: only while somebody asks, at most four times a second, and less
 often when a look takes long, so that looking never costs more than one part in 200 of its time. What it sees is frozen;
@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from tierd.daemon.engine.page_maps import Sketch, TierMap
+from tierd.daemon.engine import page_events, sequence_rows
+from tierd.daemon.engine.foresight import Foresight, Row, Seen
+from tierd.daemon.engine.model.weights import ModelWeights
+from tierd.daemon.engine.model.weights_status import WeightRow
+from tierd.daemon.engine.page_maps import DiskSketch, Sketch, TierMap
 from tierd.daemon.engine.prefix_tree import PrefixTree, TreeWalk
-from tierd.daemon.engine.request import Request
-from tierd.daemon.engine.scheduler import Phase
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.errors import BadRequest, NotFound, TierdError
+from tierd.daemon.machine import Sizes
+from tierd.tiers.journal import MAX_ENTRIES, What
 from tierd.tiers.keys import unpack_tokens
-from tierd.tiers.lease import Lease
-from tierd.tiers.page import Tier
+from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.pager import Pager
 from tierd.tiers.prefix import Node
 from tierd.tiers.prefixes import Prefixes
@@ -35,42 +36,58 @@ from tierd.tiers.prefixes import Prefixes
 if TYPE_CHECKING:
     from tierd.daemon.engine.assemble import Engine
 
-Owners = npt.NDArray[np.uint16]
-Places = npt.NDArray[np.uint8]
-
 LOOK_EVERY_S = 0.25
 SORT_EVERY_S = 1.0  # the tree of prefixes: a walk over all pages, in slices
 BUSY_SLICE_S, IDLE_SLICE_S = 0.004, 0.02
 TAKEN_AT_ONCE = 4000  # pages
 SHARE = 1 / 400  # of the step thread's time, for looking and for walking
 UNWATCHED_S = 10.0  # nobody has asked for so long: the books need not be followed any more
-MAX_SEQUENCES = 256
-MAX_RUNS = 400  # of one sequence: more are drawn together
 PREVIEW_CHARS = 80
 TEXTS_AT_ONCE = 100  # requests need the tokenizer as well
-PLACES = ("device", "host", "nvme", "moving", "missing")  # of the pages of a sequence, by code
-_DEVICE, _HOST, _NVME, _MOVING, _MISSING = range(len(PLACES))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Picture:
-    """One look at the books. `clock_s`: on the scale of `Pager.page_time`."""
+    """One look at the books: all of it holds at the same moment, but the tree of the version that it says.
+
+    `clock_s`: on the scale of `Pager.page_time`.
+    """
 
     version: int
     clock_s: float
     maps: tuple[TierMap, ...]
     sequences: tuple[dict[str, Any], ...]
     tree: PrefixTree
+    events: tuple[dict[str, Any], ...]
+    figures: Mapping[str, Any]  # of `status`
+    weights: Sequence[WeightRow]
+    plan_of: tuple[Seen, Sizes, int] | None  # the arguments of `Foresight.rows`
+
+
+class Beside(NamedTuple):
+    """What is looked at beside the books; with nothing given it is not told.
+
+    Attributes:
+        figures: those of `status`, made anew.
+        weights: where the weights lie.
+        foresight: what was planned.
+    """
+
+    figures: Callable[[], Mapping[str, Any]] = dict
+    weights: ModelWeights | None = None
+    foresight: Foresight | None = None
 
 
 class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     maps: dict[str, int] = {}
     prefixes: int | None = None
+    events_after: int = 0
 
 
 class _PageAsked(msgspec.Struct, forbid_unknown_fields=True):
-    tier: str
-    slot: int
+    tier: str = ""
+    slot: int = -1
+    key: str = ""
 
 
 class TopBoard:
@@ -79,9 +96,14 @@ class TopBoard:
     Args:
         streams, pager, prefixes: what is looked at.
         page_format: name of the format of keys and values.
+        beside: what else is told.
+        wall: Unix time, for the log.
     """
 
-    def __init__(self, streams: Streams, pager: Pager, prefixes: Prefixes, page_format: str) -> None:
+    def __init__(
+        self, streams: Streams, pager: Pager, prefixes: Prefixes, page_format: str, beside: Beside | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         self._streams = streams
         self._pager = pager
         self._prefixes = prefixes
@@ -89,7 +111,15 @@ class TopBoard:
         # Milliseconds since the machine started: no version of an earlier engine comes again, for looks are rarer.
         self._version = int(pager.clock() * 1000)
         index = pager.index
-        self._sketches = (Sketch(Tier.DEVICE, pager.device, index), Sketch(Tier.HOST, pager.host, index))
+        self._beside = beside if beside is not None else Beside()
+        self._disk = DiskSketch(pager)
+        self._sketches: tuple[Sketch | DiskSketch, ...] = (
+            Sketch(Tier.DEVICE, pager.device, index), Sketch(Tier.HOST, pager.host, index), self._disk,
+        )  # fmt: skip
+        self._wall = wall
+        self._events: tuple[dict[str, Any], ...] = ()  # the log, as it is told
+        self._counted = (0, 0)  # preemptions and failures that are in the log
+        pager.residency.journal.tell(What.ENGINE, f"the engine began with {len(index)} pages on disk")
         self._untaken: list[Node] = []  # touched pages that the sketches have not seen yet
         self._tree = PrefixTree()
         self._walk: TreeWalk | None = None
@@ -100,11 +130,14 @@ class TopBoard:
         self._rest: asyncio.TimerHandle | None = None
         self._texts: dict[bytes, str] = {}  # packed tokens -> how they read
         self._packed: tuple[int, bytes] = (-1, b"")  # the rows as they are sent, and their version
+        self._plan: tuple[tuple[Seen, Sizes, int], list[Row], str] | None = None  # the last one, and of what
+        self._planning = asyncio.Lock()
 
     # -- on the io thread ------------------------------------------------------------------------------------------
 
     async def answer(self, engine: Engine, tokenizer: Executor, args: Mapping[str, Any]) -> dict[str, Any]:
-        """What the asker lacks who has `maps` {tier: version} and the `prefixes` of a version. Raises BadRequest."""
+        """What the asker lacks who has `maps` {tier: version}, the `prefixes` of a version and the events up to
+        `events_after`. Raises BadRequest."""
         try:
             asked = msgspec.convert(dict(args), _Asked, strict=True)
         except msgspec.ValidationError as exc:
@@ -121,8 +154,13 @@ class TopBoard:
         table: dict[str, Any] = {"version": picture.tree.version, "total": picture.tree.total}
         if asked.prefixes != picture.tree.version:
             table["rows"] = await self._pack(engine, tokenizer, picture.tree)
+        plan = await self._planned(picture)
         return {
             "model": engine.model,
+            "engine": picture.figures,
+            "events": [row for row in picture.events if row["number"] > asked.events_after],
+            "weights": [row._asdict() for row in picture.weights],
+            **plan,
             "clock_s": picture.clock_s,
             "page_tokens": self._pager.page_tokens,
             "page_format": self._format,
@@ -137,16 +175,31 @@ class TopBoard:
             asked = msgspec.convert(dict(args), _PageAsked, strict=True)
         except msgspec.ValidationError as exc:
             raise BadRequest(f"page: {str(exc).replace('`', '')}") from None
-        if asked.tier not in ("device", "host"):
-            raise BadRequest("tier must be device or host", param="tier")
-        tier = Tier.DEVICE if asked.tier == "device" else Tier.HOST
-        told: dict[str, Any] | None = await asyncio.wrap_future(engine.loop.call(lambda: self.page(tier, asked.slot)))
+        if asked.key:
+            key = _key(asked.key)
+            call = engine.loop.call(lambda: self.page_of(key))
+        elif (tier := Tier.__members__.get(asked.tier.upper())) is not None and asked.tier.islower():
+            call = engine.loop.call(lambda: self.page(tier, asked.slot))
+        else:
+            raise BadRequest("tier must be device, host or nvme", param="tier")
+        told: dict[str, Any] | None = await asyncio.wrap_future(call)
         if told is None:
-            raise NotFound(f"no known page lies in slot {asked.slot} of {asked.tier}", param="slot")
+            where = f"slot {asked.slot} of {asked.tier}" if not asked.key else "any tier any more"
+            raise NotFound(f"no known page lies in {where}", param="slot" if not asked.key else "key")
         packed = told.pop("packed")
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(tokenizer, engine.intake.text_of, unpack_tokens(packed))
         return told | {"text": text, "format": self._format}
+
+    async def _planned(self, picture: Picture) -> dict[str, Any]:
+        """Plan and measurement. Made on a thread of its own: the step thread and this one go on meanwhile."""
+        foresight, wanted = self._beside.foresight, picture.plan_of
+        if foresight is None or wanted is None:
+            return {"plan": None}
+        async with self._planning:  # one thread at a time
+            if self._plan is None or self._plan[0] != wanted:
+                self._plan = (wanted, *await asyncio.to_thread(foresight.rows, *wanted))
+        return {"plan": [row._asdict() for row in self._plan[1]], "plan_note": self._plan[2]}
 
     def _leave(self, engine: Engine) -> None:
         with contextlib.suppress(TierdError):  # its loop has ended
@@ -190,12 +243,18 @@ class TopBoard:
         if (self._unsorted or self._walk is not None) and started_s >= self._sort_due_s:
             self._sort(started_s)
         again_s = clock()
-        sequences, owners = self._sequences(again_s)
+        sequences, owners = sequence_rows.rows(self._streams, pager, self._disk, again_s)
         now_s = pager.page_time()
+        self._count()
+        self._log()
         maps = tuple(
             sketch.look(self._version, now_s, owned) for sketch, owned in zip(self._sketches, owners, strict=True)
         )
-        self._picture = Picture(self._version, now_s, maps, sequences, self._tree)
+        weights = self._beside.weights.rows() if self._beside.weights is not None else ()
+        self._picture = Picture(
+            self._version, now_s, maps, sequences, self._tree, self._events, self._beside.figures(), weights,
+            self._plan_of(),
+        )  # fmt: skip
         looked_s += clock() - again_s
         # Taking in what was there before happens once, in pieces.
         self._due_s = started_s + max(LOOK_EVERY_S, 0.0 if self._untaken else looked_s / SHARE)
@@ -207,104 +266,93 @@ class TopBoard:
             self._picture = self._walk = None
             self._untaken, self._unsorted = [], True
 
+    def _log(self) -> None:
+        """The newest entries of the log, at Unix times."""
+        after = self._events[-1]["number"] if self._events else 0
+        rows = page_events.rows(self._pager, after, lambda tier, node: self._sketches[tier].slot_of(node))
+        if rows:
+            lead_s = self._wall() - self._pager.clock()
+            told = [row | {"at_s": round(row["at_s"] + lead_s, 3)} for row in rows]
+            self._events = (*self._events, *told)[-MAX_ENTRIES:]
+
     def page(self, tier: Tier, slot: int) -> dict[str, Any] | None:
-        """What the books say of the page in a slot; None when no known one is there."""
-        for node in self._pager.index.nodes.values():
-            if slot >= 0 and (node.device if tier is Tier.DEVICE else node.host) == slot:
-                return {
-                    "key": node.key.hex(),
-                    "packed": node.packed,
-                    "tokens": node.num_tokens,
-                    "first_token": node.depth * self._pager.page_tokens,
-                    "leases": node.pins,
-                    "kept": node.kept,
-                    "used_s": node.last_use_s,
-                    "copies": [one.name.lower() for one in Tier if node.is_in(one)],
-                }
-        return None
+        """What the books say of the page in a slot, or on disk in a place of the map; None when no known one is
+        there."""
+        sketch, nodes = self._sketches[tier], self._pager.index.nodes
+        key = sketch.key_at(slot)
+        node = nodes.get(key) if key is not None else None
+        if slot >= 0 and (node is None or sketch.slot_of(node) != slot):  # it came since the last look
+            node = next((node for node in nodes.values() if sketch.slot_of(node) == slot), None)
+        return None if node is None or slot < 0 else self._told(node)
+
+    def page_of(self, key: PageKey) -> dict[str, Any] | None:
+        """The same of a page by its key."""
+        node = self._pager.index.get(key)
+        return None if node is None or not node.has_copy else self._told(node)
+
+    def _told(self, node: Node) -> dict[str, Any]:
+        tier, heaps = node.nearest, self._pager.residency.heaps
+        may_go = self._pager.residency.evictable(node, tier)
+        return {
+            "key": node.key.hex(),
+            "packed": node.packed,
+            "tokens": node.num_tokens,
+            "first_token": node.depth * self._pager.page_tokens,
+            "leases": node.pins,
+            "kept": node.kept,
+            "used_s": node.last_use_s,
+            "hits": node.hits,
+            "copies": [one.name.lower() for one in Tier if node.is_in(one)],
+            "places": {
+                one.name.lower(): slot for one in Tier if (slot := self._sketches[one].slot_of(node)) >= 0
+            },
+            "victim_rank": heaps[tier].before(node) if may_go else None,
+        }
+
+    def _plan_of(self) -> tuple[Seen, Sizes, int] | None:
+        """What the plan is made of: the load, the sizes of the tiers, and the memory that weights take."""
+        foresight, weights = self._beside.foresight, self._beside.weights
+        if foresight is None or weights is None:
+            return None
+        pager, record_bytes = self._pager, self._pager.device.record_bytes
+        budget = weights.budget_bytes
+        sizes = Sizes(
+            pager.device.slots * record_bytes, pager.host.slots * record_bytes,
+            pager.residency.store_slots * record_bytes, 0, weights.total_bytes if budget is None else budget,
+        )  # fmt: skip
+        return foresight.watch(self._streams), sizes, weights.memory_bytes
+
+    def _count(self) -> None:
+        """What befell requests since the last look goes to the log as well."""
+        totals, journal = self._streams.totals, self._pager.residency.journal
+        counts = (totals.preemptions, totals.failures)
+        for what, now, before in zip((What.PREEMPT, What.FAILURE), counts, self._counted, strict=True):
+            if now > before:
+                journal.tell(what, "", count=now - before)
+        self._counted = counts
 
     def _sort(self, started_s: float) -> None:
         """Walks on over all pages, for as long as may be; a walk that ends makes a new tree."""
         clock = self._pager.clock
         if self._walk is None:
-            self._walk, self._unsorted = TreeWalk(self._pager, self._prefixes), False
+            self._walk, self._unsorted = TreeWalk(self._pager, self._prefixes, self._disk), False
         busy = len(self._streams) > 0
         began_s = clock()
         pause_s = LOOK_EVERY_S
         if self._walk.go_on(clock, BUSY_SLICE_S if busy else IDLE_SLICE_S):
-            self._tree, by_arena = self._walk.result(self._version)
-            for sketch, (slots, numbers) in zip(self._sketches, by_arena, strict=True):
+            self._tree, by_tier = self._walk.result(self._version)
+            for sketch, (slots, numbers) in zip(self._sketches, by_tier, strict=True):
                 sketch.sort_in(slots, numbers)
             self._walk = None
             pause_s = SORT_EVERY_S
         self._sort_due_s = started_s + max(pause_s, (clock() - began_s) / SHARE if busy else 0.0)
 
-    def _sequences(self, now_s: float) -> tuple[tuple[dict[str, Any], ...], tuple[Owners, Owners]]:
-        """A row a request, and by arena which of them holds each slot."""
-        device, host = self._pager.device, self._pager.host
-        owners = (np.zeros(len(device.states), np.uint16), np.zeros(len(host.states), np.uint16))
-        rows = []
-        for number, request in enumerate(itertools.islice(self._streams, MAX_SEQUENCES), 1):
-            places = np.empty(0, np.uint8) if request.lease is None else self._places(request.lease, number, owners)
-            rows.append(_sequence(request, places, self._pager.page_tokens, now_s))
-        return tuple(rows), owners
 
-    def _places(self, lease: Lease, number: int, owners: tuple[Owners, Owners]) -> Places:
-        """Where each page of a lease lies, as codes of `PLACES`; its slots are marked in `owners`."""
-        self._pager.tables.refresh(lease)
-        table, record_bytes = lease.table, self._pager.device.record_bytes
-        places = np.full(len(table), _NVME, np.uint8)
-        arenas = ((_DEVICE, self._pager.device, owners[0]), (_HOST, self._pager.host, owners[1]))
-        for code, arena, owned in arenas:
-            first = arena.address(0)
-            held = (table >= first) & (table < first + len(owned) * record_bytes)
-            owned[(table[held] - first) // record_bytes] = number
-            places[held] = code
-        for place in lease.absent:
-            node = lease.nodes[place]
-            if place in lease.filling or not (lease.loading and node.durable):
-                places[place] = _MISSING
-            elif node.load is not None:
-                places[place] = _MOVING
-        return places
-
-
-def _sequence(request: Request, places: Places, page_tokens: int, now_s: float) -> dict[str, Any]:
-    lease, timings = request.lease, request.timings()
-    row = {
-        "id": request.id,
-        "phase": request.phase.value,
-        "runs": _runs(request, places, page_tokens),
-        "prompt_tokens": request.prompt_tokens,
-        "output_tokens": request.generated,
-        "cached_tokens": request.cached_tokens if request.accepted else None,
-        "age_s": round(now_s - request.times.arrived_s, 3),
-        "tokens_per_s": round(timings.decode_tokens_per_s, 2) if request.phase is Phase.DECODE else None,
-    }
-    if lease is not None and request.fetched_pages and lease.absent:
-        row["restore_done"] = max(request.fetched_pages - len(lease.absent), 0)
-        row["restore_total"] = request.fetched_pages
-    return row
-
-
-def _runs(request: Request, places: Places, page_tokens: int) -> list[tuple[str, int]]:
-    """Along the tokens: where they lie, and how many in a row do. What no page holds yet is missing."""
-    known = len(request.tokens)
-    nodes = len(request.lease.nodes) if request.lease is not None else 0
-    covered = min(max(request.computed, nodes * page_tokens), len(places) * page_tokens, known)
-    places = places[: -(-covered // page_tokens)]
-    if len(places) > MAX_RUNS and np.count_nonzero(np.diff(places)) >= MAX_RUNS:
-        stride = -(-len(places) // MAX_RUNS)
-        places = np.repeat(places[::stride], stride)[: len(places)]
-    starts = np.flatnonzero(np.diff(places, prepend=np.uint8(len(PLACES)))).tolist() if len(places) else []
-    ends = [start * page_tokens for start in starts[1:]] + [covered]
-    runs = [
-        (PLACES[places[start]], end - start * page_tokens) for start, end in zip(starts, ends, strict=False)
-    ]
-    if covered < known:
-        ahead = runs.pop()[1] if runs and runs[-1][0] == PLACES[_MISSING] else 0
-        runs.append((PLACES[_MISSING], ahead + known - covered))
-    return runs
+def _key(text: str) -> PageKey:
+    try:
+        return PageKey(bytes.fromhex(text))
+    except ValueError:
+        raise BadRequest("key must be hexadecimal", param="key") from None
 
 
 def _texts(engine: Engine, heads: list[bytes]) -> list[str]:

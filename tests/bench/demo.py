@@ -27,9 +27,10 @@ from tierd.tui.feed import LiveFeed
 from tierd.tui.palette import Look
 from tierd.tui.snapshot import Phase, Snapshot
 from tierd.tui.view import View
+from tierd.tui.wire import SequenceRow
 
 MODEL = "smollm2:135m"
-SIZES = {"device_mem": "96MiB", "host_mem": "128MiB", "nvme_mem": "1GiB"}
+SIZES = {"device_mem": "96MiB", "host_mem": "128MiB", "nvme_mem": "512MiB"}
 SYSTEM = "You are a patient librarian. Answer in plain words, name your sources, and never guess. " * 12
 TOPICS = ("tides", "page tables", "sourdough", "glaciers", "sundials", "violins", "lichens", "canal locks")
 DOCUMENT = "".join(f"On day {day} the ship stood {day * 7 % 360} degrees off its course. " for day in range(260))
@@ -142,14 +143,19 @@ async def photograph(directory: Path) -> None:
                 shoot("top-prefixes")
                 await pilot.press("z", "3")
                 await until(lambda s: s.standing.phase is Phase.DISCONNECTED)
-                await pilot.pause(0.6)
-                shoot("top-disconnected")
-                await until(lambda s: any(row.phase == "decode" for row in s.sequences or ()))
-                await pilot.pause(0.6)
+                await until(
+                    lambda s: s.standing.phase is Phase.LIVE and any(_is_coming(row) for row in s.sequences or ())
+                )
+                await pilot.pause(0.3)
                 shoot("top-restored")
             finally:
                 load.stopped.set()
                 await working
+
+
+def _is_coming(row: SequenceRow) -> bool:
+    """Whether its pages come from disk, or have just come."""
+    return row.phase in ("fetching", "prefill", "decode") and bool(row.cached_tokens or row.restore_total)
 
 
 def main() -> None:

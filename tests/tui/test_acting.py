@@ -10,12 +10,13 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.tui.rig import FakeFeed, first, running, text_of, until
-from tierd.daemon.errors import TooBusy
+from tierd.daemon.errors import NotFound, TooBusy
 from tierd.daemon.protocol import Event
 from tierd.tui.app import TopApp
 from tierd.tui.widgets.dialogs import Confirm
 from tierd.tui.widgets.prefixes import Prefixes
 from tierd.tui.widgets.residency import Residency
+from tierd.tui.wire import EventRow
 
 SIZE = (120, 36)
 LATER = partial(pytest.param, marks=pytest.mark.long)
@@ -27,7 +28,9 @@ async def settle(pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
-@pytest.mark.parametrize(("key", "action"), [("p", "pin"), LATER("u", "unpin"), LATER("d", "drop")])
+@pytest.mark.parametrize(
+    ("key", "action"), [("p", "pin"), LATER("w", "persist"), ("e", "evict"), LATER("u", "unpin"), LATER("d", "drop")]
+)
 async def test_a_prefix_is_acted_on_after_a_yes(busy_feed: FakeFeed, key: str, action: str) -> None:
     async with running(busy_feed, SIZE) as (app, pilot):
         await pilot.press("5", "down", key)
@@ -104,11 +107,12 @@ async def test_findings_of_a_verification_are_told(busy_feed: FakeFeed) -> None:
 
 async def test_readonly_has_no_action_that_changes_anything(busy_feed: FakeFeed) -> None:
     async with running(busy_feed, SIZE, readonly=True) as (app, pilot):
-        for keys in (("5", "p", "u", "d"), ("4", "c"), ("U",), ("V",), ("R",), ("H",)):
+        for keys in (("5", "p", "u", "d", "w", "e"), ("4", "c"), ("U",), ("V",), ("R",), ("H",)):
             await pilot.press(*keys)
             assert len(app.screen_stack) == 1
         titles = {command.title for command in app.get_system_commands(app.screen)}
-        assert not titles & {"Pin prefix", "Drop prefix", "Cancel request", "Unload the model"}
+        assert not titles & {"Pin prefix", "Drop prefix", "Evict prefix", "Persist prefix now"}
+        assert not titles & {"Cancel request", "Unload the model"}
         assert "readonly" in text_of(app)
 
 
@@ -150,6 +154,30 @@ async def test_the_page_under_the_cursor_is_asked_about_once_it_rests(busy_feed:
         text = text_of(app)
     assert "“Call me”" in text and "checksum good" in text
     assert len(busy_feed.asked) == 1
+
+
+async def test_an_event_leads_to_where_its_page_lies_now(busy_feed: FakeFeed) -> None:
+    row = EventRow(9, "evict", "1 page left the device", 0.0, "device", 3, b"\x01\x23")
+    busy_feed.snapshot = dataclasses.replace(busy_feed.snapshot, events=(row,))
+    busy_feed.answers["page"] = {"key": "0123", "places": {"host": 77, "nvme": 5}}
+    async with running(busy_feed, SIZE) as (app, pilot):
+        await pilot.press("6", "enter")
+        await until(pilot, lambda: app.query_one(Residency).cursor == ("host", 77))
+    assert busy_feed.asked[0] == ("page", {"model": MODEL, "key": "0123"})
+
+
+async def test_an_event_of_a_page_that_is_gone_leads_to_where_it_was(busy_feed: FakeFeed) -> None:
+    row = EventRow(9, "evict", "1 page left the device", 0.0, "device", 3, b"\x01\x23")
+    busy_feed.snapshot = dataclasses.replace(busy_feed.snapshot, events=(row,))
+
+    async def unknown(op: str, **args: Any) -> dict[str, Any]:
+        raise NotFound("no known page lies there")
+
+    busy_feed.call = unknown  # type: ignore[method-assign]
+    async with running(busy_feed, SIZE) as (app, pilot):
+        await pilot.press("6", "enter")
+        await until(pilot, lambda: app.query_one(Residency).cursor == ("device", 3))
+        assert "not known any more" in text_of(app)
 
 
 async def test_a_daemon_that_tells_nothing_of_pages_is_not_asked(busy_feed: FakeFeed) -> None:

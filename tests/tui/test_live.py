@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from tests.tui import rig
 from tests.tui.rig import text_of
 from tierd.clients.blocking import Client
 from tierd.daemon.protocol import Message, Sampling, Submit
+from tierd.tui import wire
 from tierd.tui.app import TopApp
 from tierd.tui.feed import LiveFeed
 from tierd.tui.snapshot import Phase, Snapshot
 from tierd.tui.view import View
+from tierd.tui.widgets.residency import Residency
 from tierd.tui.wire import CELL_KEPT
 
 pytestmark = [pytest.mark.model, pytest.mark.long]
@@ -111,6 +114,64 @@ async def test_a_prefix_is_pinned_and_dropped_from_the_screen(home: Home) -> Non
         await until(app, pilot, lambda s: not any(row.kept for row in s.prefixes or ()))
         await act(pilot, "d")
         await until(app, pilot, lambda s: s.prefixes == ())
+
+
+async def test_a_prefix_is_persisted_and_evicted_from_the_screen(home: Home) -> None:
+    app = app_on(home)
+    async with app.run_test(size=SIZE) as pilot:
+        await asyncio.to_thread(home.ask, "Tell me about the sea. " * 20, max_tokens=4)
+        await until(app, pilot, lambda s: bool(s.prefixes))
+        await act(pilot, "5", "w")
+        await until(app, pilot, lambda s: any(e.kind == "persist" for e in s.events))
+        whole = await until(app, pilot, lambda s: all(r.nvme_bytes == r.device_bytes > 0 for r in s.prefixes or ()))
+        await act(pilot, "e")
+        gone = await until(app, pilot, lambda s: not any(r.device_bytes + r.host_bytes for r in s.prefixes or ()))
+        assert [r.nvme_bytes for r in gone.prefixes or ()] == [r.nvme_bytes for r in whole.prefixes or ()]
+        told = await until(app, pilot, lambda s: any("evicted from memory" in e.text for e in s.events))
+        assert any(e.kind == "load" and "smollm2-135m is loaded" in e.text for e in told.events)
+        event = next(e for e in told.events if "evicted from memory" in e.text)
+        await pilot.press("6", "end", *["up"] * (len(told.events) - 1 - told.events.index(event)), "enter")
+        await rig.until(pilot, lambda: app.query_one(Residency).cursor == ("nvme", event.slot))
+
+
+async def test_under_load_every_frame_agrees_with_itself_and_the_daemon_with_its_books(home: Home) -> None:
+    """Map and gauges of a frame are of one moment; the books are right at the end, and the screen shows them."""
+    app = app_on(home)
+    frames: list[Snapshot] = []
+    async with app.run_test(size=SIZE) as pilot:
+        texts = [f"Document {n}. " + f"Line {n} says {n * 7}. " * 40 for n in range(6)]
+        asking = [asyncio.create_task(asyncio.to_thread(home.ask, text, max_tokens=24)) for text in texts]
+        while not all(task.done() for task in asking):
+            if not frames or app.snapshot is not frames[-1]:
+                frames.append(app.snapshot)
+            await pilot.pause(0.05)
+        await asyncio.gather(*asking)
+        seen = [found for found in frames if found.maps and found.engine is not None]
+        assert len(seen) > 5
+        for found in seen:
+            agrees(found)
+        rest = await until(app, pilot, lambda s: s.sequences == () and not s.engine.pager.dirty_pages)  # type: ignore[union-attr]
+        agrees(rest)
+        with Client(home.socket) as client:
+            assert client.call("cache", action="verify", model="smollm2:135m", wait_s=DEADLINE_S)["engines"][
+                "smollm2-135m"
+            ]["findings"] == []
+        page_bytes = rest.engine.tiers["device"].page_bytes if rest.engine else 0
+        settled = await until(app, pilot, lambda s: sum(r.device_bytes for r in s.prefixes or ())
+                              == s.engine.tiers["device"].cached_pages * page_bytes)  # type: ignore[union-attr]  # fmt: skip
+        agrees(settled)
+
+
+def agrees(found: Snapshot) -> None:
+    """The pages of the map by their states are the figures of the gauges."""
+    assert found.engine is not None
+    for held in found.maps:
+        states = Counter(cell & 7 for cell in held.cells)
+        tier = found.engine.tiers[held.tier]
+        assert tier.total_pages == held.slots
+        assert (tier.free_pages, tier.cached_pages) == (states[wire.FREE], states[wire.IDLE])
+        assert tier.used_pages == states[wire.PRIVATE] + states[wire.PINNED]
+        assert tier.in_flight_pages == states[wire.FILLING] + states[wire.DRAINING]
 
 
 async def test_a_pinned_prefix_stays_while_the_tiers_fill_and_goes_when_it_is_dropped(

@@ -15,6 +15,7 @@ from tierd.tui.wire import EventRow
 _ROLES = {
     "damage": "bad", "failure": "bad", "disk": "bad", "client": "warn", "evict": "warn", "preempt": "warn",
     "notice": "warn", "promote": "host.3", "restore": "nvme.3", "demote": "host.2", "persist": "nvme.2",
+    "crash": "bad", "load": "good", "unload": "text", "spill": "warn", "prefix": "key", "resize": "key",
 }  # fmt: skip
 
 TimeOfDay = Callable[[float], time.struct_time]
@@ -57,11 +58,14 @@ class Events(ListPanel):
         if row.at_s is not None and width >= 34:
             line.append((time.strftime("%H:%M:%S ", self._time_of_day(row.at_s)), "dim"))
         line.append((f"{plain(row.kind)[:8]:<8} ", _ROLES.get(row.kind, "text")))
-        text = plain(row.text)
-        if row.slot >= 0:
-            text += f"  [{TIER_NAMES.get(row.tier, plain(row.tier))} page {row.slot}]"
         room = width - sum(len(part) for part, _ in line)
-        return [*line, (clip(text, room), "text")]
+        text = plain(row.text)
+        line.append((clip(text, room), "text"))
+        if row.slot >= 0:
+            place = f"  [{TIER_NAMES.get(row.tier, plain(row.tier))} page {row.slot}]"
+            if len(text) + len(place) <= room:
+                line.append((place, "dim"))
+        return line
 
     def action_move(self, rows: int) -> None:
         """Move the cursor; at the end the log follows again."""
@@ -72,8 +76,8 @@ class Events(ListPanel):
         """Jump to the page of the event."""
         if self.cursor < self.count:
             row = self._shown[self.cursor]
-            if row.slot >= 0:
-                self.post_message(JumpToPage(row.tier, row.slot))
+            if row.slot >= 0 or row.key:
+                self.post_message(JumpToPage(row.tier, row.slot, row.key))
 
     def empty(self, width: int) -> list[Line]:
         """Nothing happened."""

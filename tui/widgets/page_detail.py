@@ -60,6 +60,8 @@ def _of_daemon(snapshot: Snapshot, detail: PageDetail | None, note: str, width: 
         facts.append([(f"{detail.tokens} tokens{place}", "text")])
     if detail.leases is not None:
         facts.append([("requests ", "dim"), (str(detail.leases), "text")])
+    if detail.hits is not None:
+        facts.append([("hits ", "dim"), (str(detail.hits), "text")])
     if detail.checksum:
         facts.append([("checksum ", "dim"), (plain(detail.checksum), "bad" if detail.checksum == "bad" else "text")])
     if detail.format:

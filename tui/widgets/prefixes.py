@@ -34,17 +34,28 @@ class Tree:
                 best[parent] = best[index]
         shown = self._matching(wanted) if wanted else range(len(rows))
         self.children: dict[int, list[int]] = {}  # the worst first, for the stack
+        children = self.children
         for index in sorted(shown, key=best.__getitem__):
-            self.children.setdefault(parents[index], []).append(index)
-        self.order: list[tuple[int, str]] = []  # row, and for each of its ancestors and itself: whether it is the last
-        stack = [(index, "m" if place else "l") for place, index in enumerate(self.children.get(-1, ()))]
+            if (kids := children.get(parents[index])) is None:
+                children[parents[index]] = [index]
+            else:
+                kids.append(index)
+        self.order: list[int] = []  # rows as they are shown
+        stack, order = list(children.get(-1, ())), self.order
         while stack:
-            index, lasts = item = stack.pop()
-            self.order.append(item)
-            kids = self.children.get(index)
-            if kids and rows[index].key not in folded:
-                stack.append((kids[0], lasts + "l"))
-                stack += [(kid, lasts + "m") for kid in kids[1:]]
+            index = stack.pop()
+            order.append(index)
+            if index in children and not (folded and rows[index].key in folded):
+                stack += children[index]
+
+    def lasts(self, index: int) -> str:
+        """For each ancestor of a row and itself, the first one first: `l` for the last of its siblings, else `m`."""
+        found = ""
+        while index >= 0:
+            parent = self.rows[index].parent
+            found += "l" if self.children[parent][0] == index else "m"
+            index = parent
+        return found[::-1]
 
     def _matching(self, wanted: str) -> set[int]:
         found: set[int] = set()
@@ -94,7 +105,7 @@ class Prefixes(ListPanel):
     def selected(self) -> PrefixRow | None:
         """The row under the cursor."""
         order = self._tree.order
-        return self._tree.rows[order[self.cursor][0]] if self.cursor < len(order) else None
+        return self._tree.rows[order[self.cursor]] if self.cursor < len(order) else None
 
     @property
     def count(self) -> int:
@@ -113,7 +124,7 @@ class Prefixes(ListPanel):
         self._tree = Tree(rows, *made_of)
         self._tree_of, self._made_s = made_of, self.snapshot.at_s
         if at is not None:
-            places = (place for place, (index, _) in enumerate(self._tree.order) if rows[index].key == at.key)
+            places = (place for place, index in enumerate(self._tree.order) if rows[index].key == at.key)
             self.cursor = next(places, self.cursor)
 
     def above(self, width: int) -> list[Line]:
@@ -133,7 +144,8 @@ class Prefixes(ListPanel):
 
     def row(self, index: int, width: int) -> Line:
         """The branch, the text, the figures."""
-        place, lasts = self._tree.order[index]
+        place = self._tree.order[index]
+        lasts = self._tree.lasts(place)
         row, g = self._tree.rows[place], self.view.glyphs
         clock_s = self.snapshot.clock_s
         device, host, nvme = (size(n) if n else g.free for n in (row.device_bytes, row.host_bytes, row.nvme_bytes))

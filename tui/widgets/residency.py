@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from textual import events
@@ -22,7 +23,7 @@ from tierd.tui.pages import (
     pages_a_cell,
     places,
 )
-from tierd.tui.snapshot import Snapshot
+from tierd.tui.snapshot import ArenaMap, Snapshot
 from tierd.tui.view import Line, Span, View, joined, most, not_reported, width_of
 from tierd.tui.widgets.page_detail import detail_lines
 from tierd.tui.widgets.panel import Panel
@@ -48,6 +49,7 @@ class Drawn(NamedTuple):
     """A line of cells as it was drawn last, and what it was drawn from."""
 
     made_for: tuple[int, int, int, bool]  # pages a cell, step of time, pages, whether last uses are known
+    version: int  # of the map, as it stands by address; -1 for another order
     kinds: bytes
     used: bytes
     spans: list[Span]
@@ -91,6 +93,7 @@ class Residency(Panel):
         self._sizes: dict[str, int] = {}  # pages a cell
         self._width = 1
         self._drawn: dict[tuple[str, int], Drawn] = {}  # by tier and first cell
+        self._news: dict[str, dict[int, list[int]]] = {}  # by tier and first cell of a line: cells that changed
 
     # -- data ------------------------------------------------------------------------------------------------------
 
@@ -145,6 +148,7 @@ class Residency(Panel):
         self._scroll(room)
         if len(self._drawn) > MAX_DRAWN_ROWS:
             self._drawn.clear()
+        self._news = {found.tier: self._changed(found) for found in maps} if self.order is Order.ADDRESS else {}
         lines = [self._line(row) for row in self._rows[self._first : self._first + room]]
         lines += [[] for _ in range(room - len(lines))]
         return [*lines, *below]
@@ -201,35 +205,55 @@ class Residency(Panel):
                 line = _with_cursor(line, at - row.first, self.view.glyphs.cursor)
         return line
 
+    def _changed(self, found: ArenaMap) -> dict[int, list[int]]:
+        """By line (its first cell), the cells with pages that are not as in the version before."""
+        size, width = self._sizes[found.tier], self._width
+        lines: dict[int, list[int]] = {}
+        for cell in {slot // size for slot in found.changed}:
+            lines.setdefault(cell - cell % width, []).append(cell % width)
+        return lines
+
     def _cells_line(self, row: Row) -> Line:
         """The cells of a line. Only those are worked out whose pages changed since they were drawn last."""
         ordered, size, clock_s = self.ordered(row.tier), self._sizes[row.tier], self.snapshot.clock_s
-        first, stop = row.first * size, row.stop * size
-        kinds, used = ordered.kinds[first:stop], bytes(ordered.used[first:stop])
-        step = int(clock_s) // AGE_STEP_S if clock_s is not None and used else 0
+        found, by_address = ordered.found, self.order is Order.ADDRESS
+        first, stop = row.first * size, min(row.stop * size, found.slots)
+        step = int(clock_s) // AGE_STEP_S if clock_s is not None and found.used else 0
+        made_for = (size, step, stop - first, bool(found.used))
         drawn = self._drawn.get((row.tier, row.first))
-        if drawn is None or drawn.made_for != (size, step, len(kinds), bool(used)):
-            spans = [self._cell(row.tier, kinds, used, start, size) for start in range(0, len(kinds), size)]
+        told: Sequence[int] | None = None  # cells that may have changed, when that is known
+        if drawn is not None and drawn.made_for == made_for and by_address and drawn.version >= 0 <= found.base:
+            if drawn.version == found.version:
+                told = ()
+            elif drawn.version == found.base:
+                told = self._news[row.tier].get(row.first, ())
+        if drawn is not None and told == ():
+            self._drawn[row.tier, row.first] = drawn._replace(version=found.version)
+            return drawn.line
+        kinds, used = ordered.kinds[first:stop], bytes(ordered.used[first:stop])
+        recent = memoryview(used).cast("I")
+        if drawn is None or drawn.made_for != made_for:
+            spans = [self._cell(row.tier, kinds, recent, start, size) for start in range(0, len(kinds), size)]
         elif drawn.kinds == kinds and drawn.used == used:
+            self._drawn[row.tier, row.first] = drawn._replace(version=found.version if by_address else -1)
             return drawn.line
         else:
             spans = drawn.spans
-            for cell, start in enumerate(range(0, len(kinds), size)):
-                end = start + size
+            for cell in range(len(spans)) if told is None else told:
+                start, end = cell * size, (cell + 1) * size
                 old = drawn.kinds[start:end], drawn.used[4 * start : 4 * end]
                 if old != (kinds[start:end], used[4 * start : 4 * end]):
-                    spans[cell] = self._cell(row.tier, kinds, used, start, size)
+                    spans[cell] = self._cell(row.tier, kinds, recent, start, size)
         line = [("".join(text for text, _ in group), role) for role, group in itertools.groupby(spans, _role)]
-        made_for = (size, step, len(kinds), bool(used))
-        self._drawn[row.tier, row.first] = Drawn(made_for, kinds, used, spans, line)
+        version = found.version if by_address else -1
+        self._drawn[row.tier, row.first] = Drawn(made_for, version, kinds, used, spans, line)
         return line
 
-    def _cell(self, tier: str, kinds: bytes, used: bytes, start: int, size: int) -> Span:
+    def _cell(self, tier: str, kinds: bytes, used: memoryview, start: int, size: int) -> Span:
         kind = Kind(kinds[start]) if size == 1 else cell_kind(kinds[start : start + size])
         recent = UNKNOWN_LEVEL
         if used and kind in (Kind.LIVE, Kind.IDLE):
-            newest = max(memoryview(used)[4 * start : 4 * (start + size)].cast("I"))
-            recent = level(newest, self.snapshot.clock_s)
+            recent = level(max(used[start : start + size]), self.snapshot.clock_s)
         return self._span(tier, kind, recent)
 
     def _span(self, tier: str, kind: Kind, recent: int) -> Span:

@@ -19,7 +19,7 @@ def row(name: str, parent: int, *, hits: int = 0, used_s: float = 0.0) -> Prefix
 
 
 def names(tree: Tree) -> str:
-    return "".join(tree.rows[index].key.decode() for index, _ in tree.order)
+    return "".join(tree.rows[index].key.decode() for index in tree.order)
 
 
 ROWS = (row("a", -1, hits=1), row("b", 0, hits=2), row("c", 0, hits=9), row("d", -1, hits=5), row("e", 1, hits=3))
@@ -39,7 +39,7 @@ def test_a_filter_keeps_the_way_to_what_it_finds() -> None:
 
 def test_the_last_child_is_known() -> None:
     tree = Tree(ROWS, "hits", "", frozenset())
-    assert [lasts for _, lasts in tree.order] == ["m", "mm", "ml", "mll", "l"]
+    assert [tree.lasts(index) for index in tree.order] == ["m", "mm", "ml", "mll", "l"]
 
 
 @pytest.mark.parametrize("sort", SORTS)
@@ -48,7 +48,7 @@ def test_every_row_is_shown_once_and_below_its_parent(sort: str) -> None:
     rows = tuple(
         row(f"{n:04}", chance.randint(-1, n - 1), hits=chance.randint(0, 9), used_s=chance.random()) for n in range(300)
     )
-    order = [index for index, _ in Tree(rows, sort, "", frozenset()).order]
+    order = Tree(rows, sort, "", frozenset()).order
     assert sorted(order) == list(range(300))
     places = {index: place for place, index in enumerate(order)}
     assert all(places[found.parent] < places[index] for index, found in enumerate(rows) if found.parent >= 0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from tierd.clients.bridge import Bridge
 from tierd.clients.common import (
     CALL_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
@@ -17,9 +18,11 @@ from tierd.clients.common import (
     LISTED,
     RECEIVE_BYTES,
     RESIZE_TIMEOUT_S,
+    Input,
     connect_error,
     frame_of,
     lost_error,
+    parts_of,
     silence_error,
 )
 from tierd.daemon.errors import DaemonUnreachable, TierdError
@@ -37,7 +40,6 @@ from tierd.daemon.protocol import (
 )
 
 INBOX_EVENTS = 256
-BRIDGE_END_S = 2.0  # how long a bridge may take to end
 
 
 class ClientStatistics(NamedTuple):
@@ -52,11 +54,13 @@ class _Inbox:
     """Events of one request that its reader has not taken yet.
 
     Bounded without ever blocking the reader task, which serves all requests: beyond `INBOX_EVENTS` a text joins the
-    text before it and a progress replaces the progress before it. What stays is one answer's text at the most.
+    newest one of its answer and a progress replaces the one before it. What stays is the text of each answer at most.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
+        self._given = 0  # events taken out so far
+        self._newest: dict[tuple[str, object], int] = {}  # place of the newest of a kind, counted from the first ever
         self._arrived = asyncio.Event()
         self._fault: TierdError | None = None
         self.merged = 0
@@ -67,10 +71,13 @@ class _Inbox:
         return len(self._events)
 
     def put(self, event: Event) -> None:
-        if len(self._events) >= INBOX_EVENTS and (joined := _joined(self._events[-1], event)):
-            self._events[-1] = joined
+        kind = event.ev, event.data.get("choice")
+        place = self._newest.get(kind, -1) - self._given
+        if len(self._events) >= INBOX_EVENTS and place >= 0 and (joined := _joined(self._events[place], event)):
+            self._events[place] = joined
             self.merged += 1
         else:
+            self._newest[kind] = self._given + len(self._events)
             self._events.append(event)
         self._arrived.set()
 
@@ -85,6 +92,7 @@ class _Inbox:
                 raise self._fault
             self._arrived.clear()
             await self._arrived.wait()
+        self._given += 1
         return self._events.popleft()
 
 
@@ -100,19 +108,6 @@ def _joined(last: Event, event: Event) -> Event | None:
             data[key] = data[key] + value if key in data and key != "choice" else value
         return Event(id=event.id, ev="text", data=data)
     return None
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Its input is closed, so it ends by itself; what does not is ended."""
-    for stop in (process.terminate, process.kill):
-        try:
-            async with asyncio.timeout(BRIDGE_END_S):
-                await process.wait()
-                return
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                stop()
-    await process.wait()
 
 
 class AsyncClient:
@@ -134,7 +129,7 @@ class AsyncClient:
         """
         self.path = Path(path)
         self._command = tuple(command)
-        self._process: asyncio.subprocess.Process | None = None
+        self._bridge: Bridge | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reader_task: asyncio.Task[None] | None = None
         self._inboxes: dict[int, _Inbox] = {}
@@ -163,19 +158,14 @@ class AsyncClient:
         return reader
 
     async def _spawn(self) -> asyncio.StreamReader:
-        """Start the bridge. It has no terminal: what asks for a password fails instead of writing over a screen."""
-        pipe = asyncio.subprocess.PIPE
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
-        assert process.stdin is not None and process.stdout is not None
-        self._writer = process.stdin
-        return process.stdout
+        self._bridge = bridge = await Bridge.start(self._command)
+        self._writer = bridge.writer
+        return bridge.reader
 
     async def aclose(self) -> None:
         """Close the connection; the daemon stops what still runs on it. Closing twice is fine."""
-        writer, task, process = self._writer, self._reader_task, self._process
-        self._writer = self._reader_task = self._process = None
+        writer, task, bridge = self._writer, self._reader_task, self._bridge
+        self._writer = self._reader_task = self._bridge = None
         if writer is not None:
             writer.close()  # before anything is waited for: a cancel must not leave it open
         if task is not None:
@@ -186,8 +176,8 @@ class AsyncClient:
                 await writer.wait_closed()
             except OSError:
                 pass  # the other side was faster
-        if process is not None:
-            await _end(process)
+        if bridge is not None:
+            await bridge.aclose()
 
     async def __aenter__(self) -> Self:
         return self if self._writer is not None else await self.connect()
@@ -247,6 +237,19 @@ class AsyncClient:
     async def drop(self, prefix_id: str, model: str | None = None) -> int:
         """Forget a prefix, and what goes on from it, in all tiers. Returns how many pages. Raises Conflict."""
         return await self._on_prefix("drop", prefix_id, model)
+
+    async def embed(
+        self, model: str, inputs: Sequence[Input], *, dimensions: int | None = None, wait_s: float = EVENT_TIMEOUT_S
+    ) -> list[array[float]]:
+        """A vector of unit length for each text, or list of token ids: float32, as many values as the model is wide.
+
+        `dimensions`: only so many of them, of unit length again. Raises BadRequest that names the input.
+        """
+        vectors: list[array[float]] = []
+        for part in parts_of(inputs):
+            answer = await self.call("embed", model=model, inputs=part, dimensions=dimensions, wait_s=wait_s)
+            vectors += [array("f", one) for one in answer["vectors"]]
+        return vectors
 
     async def resize(
         self,
@@ -331,15 +334,9 @@ class AsyncClient:
 
     async def _last_words(self) -> TierdError | None:
         """Why a bridge ended, in its own words."""
-        process = self._process
-        if process is None or process.stderr is None:
+        words = await self._bridge.last_words() if self._bridge is not None else None
+        if words is None:
             return None
-        try:
-            async with asyncio.timeout(BRIDGE_END_S):
-                said = (await process.stderr.read(RECEIVE_BYTES)).decode(errors="replace").split("\n")
-        except TimeoutError:
-            return None
-        words = next((line.strip() for line in said if line.strip()), "it said nothing")
         return DaemonUnreachable(
             f"`{' '.join(self._command)}` ended: {words[:200]}", hint="does it work when you type it in a shell?"
         )

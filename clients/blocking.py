@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+from array import array
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,9 +17,11 @@ from tierd.clients.common import (
     LISTED,
     RECEIVE_BYTES,
     RESIZE_TIMEOUT_S,
+    Input,
     connect_error,
     frame_of,
     lost_error,
+    parts_of,
     silence_error,
 )
 from tierd.daemon.protocol import (
@@ -124,6 +127,19 @@ class Client:
     def drop(self, prefix_id: str, model: str | None = None) -> int:
         """Forget a prefix, and what goes on from it, in all tiers. Returns how many pages. Raises Conflict."""
         return self._on_prefix("drop", prefix_id, model)
+
+    def embed(
+        self, model: str, inputs: Sequence[Input], *, dimensions: int | None = None, wait_s: float = EVENT_TIMEOUT_S
+    ) -> list[array[float]]:
+        """A vector of unit length for each text, or list of token ids: float32, as many values as the model is wide.
+
+        `dimensions`: only so many of them, of unit length again. Raises BadRequest that names the input.
+        """
+        vectors: list[array[float]] = []
+        for part in parts_of(inputs):
+            answer = self.call("embed", model=model, inputs=part, dimensions=dimensions, wait_s=wait_s)
+            vectors += [array("f", one) for one in answer["vectors"]]
+        return vectors
 
     def resize(
         self,

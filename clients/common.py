@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,8 +15,11 @@ RECEIVE_BYTES = 1 << 16
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 60.0  # without any answer; each progress event starts it anew
 EVENT_TIMEOUT_S = 900.0  # between two events of a generation: a long queue and a cold model come before the first one
+EMBED_INPUTS = 64  # in one call: an answer comes before anybody takes the daemon for dead
 LISTED = 50  # prefixes, unless told otherwise
 RESIZE_TIMEOUT_S = 30.0  # for slots to become free
+
+Input = str | Sequence[int]  # what a vector is wanted of: a text, or token ids
 
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what msgpack can hold
 
@@ -59,6 +63,12 @@ def _is_text(text: str) -> bool:
     return True
 
 
+def parts_of(inputs: Sequence[Input]) -> Iterator[Sequence[Input]]:
+    """Inputs of embeddings in pieces that one call takes."""
+    for start in range(0, len(inputs), EMBED_INPUTS):
+        yield inputs[start : start + EMBED_INPUTS]
+
+
 def connect_error(path: Path, exc: OSError) -> TierdError:
     """The error of a `connect` that failed, with the next step."""
     match exc.errno:
@@ -76,7 +86,11 @@ def connect_error(path: Path, exc: OSError) -> TierdError:
 
 def lost_error(path: Path) -> DaemonUnreachable:
     """The error of a connection that ended before its answers did."""
-    return DaemonUnreachable(f"the daemon at {path} closed the connection", hint="`tierd logs` tells why")
+    # A daemon that stops by itself says so first: this one was killed, or the system took it.
+    return DaemonUnreachable(
+        f"the daemon at {path} ended without a word",
+        hint="run the command again: what was computed is kept; `tierd logs` shows what it did before",
+    )
 
 
 def silence_error(what: str, timeout_s: float) -> TimedOut:

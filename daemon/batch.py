@@ -28,8 +28,8 @@ import msgspec
 from tierd.daemon.errors import BadRequest, Conflict, NotFound, OutOfSpace, PermissionDenied, TierdError
 from tierd.daemon.protocol import MAX_FRAME_BYTES
 
-CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
-URLS = (CHAT_URL, COMPLETION_URL)
+CHAT_URL, COMPLETION_URL, EMBEDDING_URL = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+URLS = (CHAT_URL, COMPLETION_URL, EMBEDDING_URL)
 ID_PREFIX = "batch_req_"
 MAX_LINE_BYTES = MAX_FRAME_BYTES  # what is longer cannot be sent
 MAX_PROBLEMS = 20  # that are told of one file; the others are counted
@@ -58,6 +58,7 @@ class _Head(msgspec.Struct):
     tools: msgspec.Raw = msgspec.field(default_factory=_none)
     messages: msgspec.Raw = msgspec.field(default_factory=_none)
     prompt: msgspec.Raw = msgspec.field(default_factory=_none)
+    input: msgspec.Raw = msgspec.field(default_factory=_none)
 
 
 class _Written(msgspec.Struct):
@@ -104,7 +105,7 @@ class Answer(msgspec.Struct):
 
     id: str  # first: `Output` knows its own lines by it
     custom_id: str
-    response: Response
+    response: Response | None  # None: it was never asked
     error: Fault | None = None
 
 
@@ -121,6 +122,7 @@ class Requests:
         """
         self.total = 0  # usable lines
         self.models: dict[str, int] = {}  # that bodies name: the first line of each
+        self.urls: dict[str, int] = {}  # the first line of each
         self.problems: list[Problem] = []  # the first of them
         self.problem_count = 0
         self._model = model
@@ -178,6 +180,7 @@ class Requests:
                 else:
                     self._add(item, offset, len(line))
                 self.total += 1
+                self.urls.setdefault(item.url, number)
             except BadRequest as exc:
                 self.problem_count += 1
                 if len(self.problems) < MAX_PROBLEMS:
@@ -196,7 +199,7 @@ class Requests:
             with contextlib.suppress(msgspec.DecodeError):  # another type, or none: told when the request runs
                 model = msgspec.json.decode(head.model, type=str)
                 self.models.setdefault(model, item.number)
-        prompt = bytes(head.tools) + bytes(head.messages) + bytes(head.prompt)
+        prompt = bytes(head.tools) + bytes(head.messages) + bytes(head.prompt) + bytes(head.input)
         self._places.append(_order(model or "", prompt) + _PLACE.pack(offset, length, item.number))
 
     def _item(self, number: int, given: _Line) -> Item:
@@ -331,7 +334,7 @@ def _decoded(line: bytes) -> _Line:
     if given.method != "POST":
         raise BadRequest(f"method {_quoted(given.method)} is not POST")
     if given.url not in URLS:
-        raise BadRequest(f"url {_quoted(given.url)} is not served: it is {' or '.join(URLS)}")
+        raise BadRequest(f"url {_quoted(given.url)} is not served: it is one of {', '.join(URLS)}")
     return given
 
 

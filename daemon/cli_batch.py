@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
+import functools
 import sys
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from tierd.clients.aio import AsyncClient
 from tierd.clients.blocking import Client
-from tierd.clients.common import frame_of
-from tierd.daemon.api import body_limits, openai
-from tierd.daemon.api.openai_answers import Shape, Whole
-from tierd.daemon.batch import CHAT_URL, ID_PREFIX, Answer, Fault, Item, Output, Requests, Response
+from tierd.clients.common import parts_of
+from tierd.daemon.batch import Item, Output, Requests
+from tierd.daemon.batch_run import Asking
 from tierd.daemon.cli_common import (
-    human_seconds,
     json_option,
     leave,
     load_settings,
@@ -31,25 +29,13 @@ from tierd.daemon.cli_common import (
     shown,
 )
 from tierd.daemon.cli_run import connect_or_start, ensure_model
-from tierd.daemon.errors import (
-    Aborted,
-    BadRequest,
-    DaemonUnreachable,
-    Draining,
-    EngineFailed,
-    ModelNotFound,
-    ProtocolError,
-    TierdError,
-    TryLater,
-)
+from tierd.daemon.embedding import Input, Vectors
+from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound, TierdError
 from tierd.daemon.limits import MAX_PRIORITY
-from tierd.daemon.protocol import Event, Submit, generate_request
+from tierd.daemon.units import counted, human_seconds
 
 MAX_CONCURRENCY = 256  # as many requests as a connection carries
 SILENCE_S = 7200.0  # between two events: whoever asks within the next 100 minutes goes before us
-BUSY_S = 3600.0  # the daemon may have its queue full for that long
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0  # before a request is sent again
-ENGINE_TRIES = 3  # an engine that dies takes every request with it, whoever's fault it was
 REDRAW_S = 0.2
 
 
@@ -60,7 +46,7 @@ REDRAW_S = 0.2
 @click.option("--model", help="Model for all requests, instead of those that they name.")
 @click.option("--concurrency", type=click.IntRange(1, MAX_CONCURRENCY),
               help="Requests at once; if not given as many as the daemon writes answers at once (--max-streams). "
-              "Fewer leave places for others.")  # fmt: skip
+              "They give their places to whoever else asks.")  # fmt: skip
 @json_option
 @settings_options()
 def batch(
@@ -70,7 +56,7 @@ def batch(
 
     \b
     A line of IN.jsonl: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-    (or /v1/completions); a line of OUT.jsonl has its custom_id, response and error.
+    (or /v1/completions, /v1/embeddings); a line of OUT.jsonl has its custom_id, response and error.
 
     Answers come in the order in which they are finished. Each is on the disk before the next step: after Ctrl-C, a
     crash or a power cut the same command goes on, and computes nothing again that has its line. A request that fails
@@ -102,7 +88,7 @@ def _check(source: Path, requests: Requests) -> None:
     for problem in requests.problems:
         note(f"line {problem.number}: {shown(problem.what)}")
     if (count := requests.problem_count) > len(requests.problems):
-        note(f"... and {count - len(requests.problems)} lines more")
+        note(f"... and {counted(count - len(requests.problems), 'line')} more")
     if count:
         what = f"{count} lines of {source} cannot be used" if count > 1 else f"a line of {source} cannot be used"
         raise BadRequest(f"{what}; nothing was run", hint="mend what is named above and run the command again")
@@ -159,7 +145,8 @@ class Tally:
         """`12 of 100 requests, 3 with an error, 45.2 tok/s, 5m left`."""
         failed = f", {self.failed} with an error" if self.failed else ""
         rate = f"{self.tokens_per_s(now_s):.1f} tok/s"
-        return f"{self.done} of {self.total} requests{failed}, {rate}, {human_seconds(self.left_s(now_s))} left"
+        left = human_seconds(self.left_s(now_s))
+        return f"{self.done} of {counted(self.total, 'request')}{failed}, {rate}, {left} left"
 
 
 class Batch:
@@ -177,17 +164,21 @@ class Batch:
         try:
             async with AsyncClient(socket) as client, asyncio.TaskGroup() as group:
                 await client.call("hello")  # a daemon that is full says so here, and not to a request
+                asking = Asking(
+                    functools.partial(client.generate, wait_s=SILENCE_S), functools.partial(_embed, client),
+                    model=self._model, on_tokens=self._count,
+                )  # fmt: skip
                 for _ in range(width):
-                    group.create_task(self._work(client))
+                    group.create_task(self._work(asking))
         except ExceptionGroup as group_of:
             raise group_of.exceptions[0] from None  # they fail together: a lost connection is told to each
         finally:
             self._screen.finish()
 
-    async def _work(self, client: AsyncClient) -> None:
+    async def _work(self, asking: Asking) -> None:
         for item in self._items:  # shared: each takes the next one
             try:
-                answer = await self._answer(client, item)
+                answer = await asking.answer(item)
             except Aborted:
                 self._tally.stopped += 1
                 continue
@@ -199,67 +190,21 @@ class Batch:
                 self._tally.failed += 1
             self._screen.draw()
 
-    async def _answer(self, client: AsyncClient, item: Item) -> Answer:
-        """The line of a request. Raises Aborted when somebody ended it, and what ends the batch."""
-        try:
-            call = _parsed(item, self._model)
-            for submit in call.submits:
-                frame_of(generate_request(0, submit))  # what no frame can hold is the fault of this request alone
-        except TierdError as exc:
-            return _failed(item, exc)
-        pause_s, engine_deaths, deadline_s = FIRST_PAUSE_S, 0, time.monotonic() + BUSY_S
-        while True:
-            try:
-                body = await self._generate(client, item, call)
-            except (DaemonUnreachable, Draining, ProtocolError, Aborted):
-                raise
-            except TryLater:
-                if time.monotonic() > deadline_s:
-                    raise
-            except EngineFailed as exc:
-                engine_deaths += 1
-                if engine_deaths == ENGINE_TRIES:
-                    return _failed(item, exc)
-            except TierdError as exc:
-                return _failed(item, exc)
-            else:
-                return Answer(item.id, item.custom_id, Response(200, _request_id(item), body))
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+    def _count(self, tokens: int) -> None:
+        self._tally.tokens += tokens
+        self._screen.draw()
 
-    async def _generate(self, client: AsyncClient, item: Item, call: openai.Call) -> Any:
-        """The body of an answer. Several prompts run one after the other, and so are their choices counted."""
-        first = call.submits[0]
-        answer_id = f"{'chatcmpl' if item.url == CHAT_URL else 'cmpl'}-{secrets.token_hex(12)}"
-        shape = Shape(
-            item.url == CHAT_URL, answer_id, int(time.time()), first.model, choices=first.n * len(call.submits),
-            logprobs=first.logprobs, echo=call.echo,
+
+async def _embed(client: AsyncClient, model: str, inputs: Sequence[Input]) -> Vectors:
+    found = Vectors([], 0, 0)
+    for part in parts_of(inputs):
+        told = await client.call("embed", model=model, inputs=part, priority=MAX_PRIORITY, wait_s=SILENCE_S)
+        usage, more = told["usage"], [array("f", one) for one in told["vectors"]]
+        found = Vectors(
+            found.vectors + more, found.prompt_tokens + usage["prompt_tokens"],
+            found.cached_tokens + usage["cached_tokens"],
         )  # fmt: skip
-        whole, usage, last = Whole(shape), dict[str, int](), Event(0, "done")
-        for number, submit in enumerate(call.submits):
-            async with contextlib.aclosing(client.generate(submit, wait_s=SILENCE_S)) as events:
-                async for event in events:
-                    if event.ev == "aborted":
-                        raise Aborted("the generation was stopped")
-                    self._take(whole, event, number * first.n)
-                    last = event
-            if submit.n == submit.best_of == 1:  # of several answers the end of each was told
-                whole.take(Event(last.id, "choice", {"choice": number, "finish": last.data["finish"]}))
-            for name, count in last.data.get("usage", {}).items():
-                usage[name] = usage.get(name, 0) + count
-        return whole.take(Event(last.id, "done", {**last.data, "usage": usage}))
-
-    def _take(self, whole: Whole, event: Event, base: int) -> None:
-        """Give an event of one prompt to the answer, the number of its choice moved up by `base`."""
-        match event.ev:
-            case "text":
-                self._tally.tokens += len(event.data["tokens"])
-                self._screen.draw()
-                whole.take(Event(event.id, "text", {**event.data, "choice": base + event.data.get("choice", 0)}))
-            case "choice":
-                whole.take(Event(event.id, "choice", {**event.data, "choice": base + event.data["choice"]}))
-            case _:
-                pass  # `accepted`, `progress`, and what a newer daemon may say; `done` is told once for all prompts
+    return found
 
 
 class Screen:
@@ -297,33 +242,6 @@ def _run(socket: Path, work: Batch, width: int) -> None:
         raise
 
 
-def _parsed(item: Item, model: str | None) -> openai.Call:
-    """The request, behind all others. Raises BadRequest or Unsupported that names the field."""
-    body_limits.check(item.body)
-    body = item.body
-    if model is not None:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        body = msgspec.json.encode({**fields, "model": model})
-    call = openai.parse_chat(body) if item.url == CHAT_URL else openai.parse_completion(body)
-    if call.stream:
-        raise BadRequest("a batch has no streams", param="stream")
-    return call._replace(submits=tuple(_behind(submit) for submit in call.submits))
-
-
-def _behind(submit: Submit) -> Submit:
-    return msgspec.structs.replace(submit, priority=MAX_PRIORITY)
-
-
-def _failed(item: Item, exc: TierdError) -> Answer:
-    body = openai.error(exc)
-    response = Response(exc.status, _request_id(item), body)
-    return Answer(item.id, item.custom_id, response, Fault(exc.code, openai.sentence(exc)))
-
-
-def _request_id(item: Item) -> str:
-    return "req_" + item.id.removeprefix(ID_PREFIX)
-
-
 def _tell(tally: Tally, target: Path, *, as_json: bool) -> None:
     now_s = time.monotonic()
     seconds = round(tally.elapsed_s(now_s), 3)
@@ -339,4 +257,5 @@ def _tell(tally: Tally, target: Path, *, as_json: bool) -> None:
     parts += [f"{tally.failed} with an error"] if tally.failed else []
     parts += [f"{tally.resumed} there already"] if tally.resumed else []
     parts += [f"{tally.stopped} stopped: the same command tries them again"] if tally.stopped else []
-    note(f"{target}: {tally.total} requests, {', '.join(parts)}; {tally.tokens} tokens in {human_seconds(seconds)}")
+    made = f"{counted(tally.tokens, 'token')} in {human_seconds(seconds)}"
+    print(f"{target}: {counted(tally.total, 'request')}, {', '.join(parts)}; {made}")

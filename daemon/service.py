@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from tierd.daemon import kv_quota, limits
+from tierd.daemon import embedding, engine_row, kv_quota, limits
+from tierd.daemon.admission import Admission, Place
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.choices import Choices, answers_of
 from tierd.daemon.config import Settings, kv_root
@@ -29,7 +30,6 @@ from tierd.daemon.errors import (
     NotFound,
     PermissionDenied,
     TierdError,
-    TooBusy,
     TryLater,
     Unauthorized,
     to_wire,
@@ -41,14 +41,13 @@ from tierd.daemon.models import catalog
 from tierd.daemon.protocol import TERMINAL, Event, Submit
 from tierd.daemon.resume import Live
 from tierd.daemon.stream import LOAD_TIMEOUT_S, Stream
-from tierd.daemon.supervisor import Model, Supervisor
-from tierd.daemon.tenants import Allowance, Tenants
+from tierd.daemon.supervisor import Model, Resize, Supervisor
+from tierd.daemon.tenants import Tenants
 from tierd.daemon.version import version
 
 log = logging.getLogger("tierd.service")
 
 STOP_TIMEOUT_S = 9.5  # after a signal
-STATUS_TIMEOUT_S = 0.25  # `status` answers at once, with the last figures when an engine is slow
 CALL_TIMEOUT_S = 60.0
 CACHE_TIMEOUT_S = 600.0  # verifying reads every page of the disk tier
 Generation = Stream | Choices  # from its submission to its terminal event
@@ -56,9 +55,9 @@ _REFUSALS = (BadRequest, NotFound, Conflict, TryLater, Unauthorized, PermissionD
 
 
 class Service:
-    """The use-cases. Threading: for one event loop."""
+    """The use-cases. `resize` changes the memory of an engine. Threading: for one event loop."""
 
-    def __init__(self, settings: Settings, supervisor: Supervisor, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, supervisor: Supervisor, metrics: Metrics, resize: Resize) -> None:
         self.settings = settings
         self.metrics = metrics
         self.tenants = Tenants(KeyRing(settings.keys_file))
@@ -66,43 +65,64 @@ class Service:
         self.stop_asked = asyncio.Event()
         self.stop_timeout_s = STOP_TIMEOUT_S
         self.http_address = ""  # what HTTP really listens on
+        self.history = supervisor.history
         self._supervisor = supervisor
+        self._resize = resize
         self._started_s = time.monotonic()
-        self._live: dict[int, Generation] = {}
+        bound = settings.max_streams + settings.max_queue
+        self._admission = Admission(self.tenants, bound, supervisor.changed.notify)  # `drain` waits for them
+        self._places: dict[Generation, Place] = {}
+        self._embeddings = embedding.Embeddings(supervisor, metrics)
         self._ids = itertools.count(1)
         self._manifests: dict[str, tuple[tuple[int, int], int]] = {}
 
     # -- generations -----------------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit | Sequence[Submit], tenant: str = "") -> Generation:
-        """Check a request; nothing runs until `run` is iterated. Raises TierdError when it is refused.
+        """Check a request, book its place; nothing runs until `run` is iterated. Raises TierdError when it is refused.
 
         Several submits are several prompts of one request, for one model. `tenant`: in whose name; two tenants never
-        share a page.
+        share a page. Whoever may not come to iterate `run` has to `release` it: `answering` does both.
         """
+        submits = [submit] if isinstance(submit, Submit) else list(submit)
+        model = self._check(submits)
+        place = self._admission.book(tenant, sum(map(answers_of, submits)))
+        given = {"tenant": tenant, "quota_pages": place.allowance.pages}
+        submits = [msgspec.structs.replace(one, **given) for one in submits]
+        live_id = next(self._ids)
+        stream: Generation
+        if len(submits) == 1 and answers_of(submits[0]) == 1:
+            stream = Stream(self._supervisor, model, Live(live_id, submits[0], time.monotonic()))
+        else:
+            stream = Choices(self._supervisor, model, live_id, submits)
+        self._places[stream] = place
+        return stream
+
+    def release(self, stream: Generation) -> None:
+        """Give back the place of a generation. One that has ended has none."""
+        if place := self._places.pop(stream, None):
+            place.release()
+
+    @contextlib.asynccontextmanager
+    async def answering(
+        self, submit: Submit | Sequence[Submit], door: str, tenant: str = ""
+    ) -> AsyncGenerator[AsyncGenerator[Event]]:
+        """`submit` and `run`: the events, and the place given back whatever happens."""
+        stream = self.submit(submit, tenant)
+        try:
+            async with contextlib.aclosing(self.run(stream, door)) as events:
+                yield events
+        finally:
+            self.release(stream)  # a generator that was never begun does not do it
+
+    def _check(self, submits: Sequence[Submit]) -> Model:
+        """The model of requests. Raises TierdError for those that are refused whoever asks."""
         if self.draining:
             raise Draining()
-        submits = [submit] if isinstance(submit, Submit) else list(submit)
         model, context_tokens = self._find(submits[0].model)
         for one in submits:
             limits.check_submit(one, context_tokens)
-        allowance = self._admit(sum(map(answers_of, submits)), tenant)
-        submits = [msgspec.structs.replace(one, tenant=tenant, quota_pages=allowance.pages) for one in submits]
-        live_id = next(self._ids)
-        if len(submits) == 1 and answers_of(submits[0]) == 1:
-            return Stream(self._supervisor, model, Live(live_id, submits[0], time.monotonic()))
-        return Choices(self._supervisor, model, live_id, submits)
-
-    def _admit(self, width: int, tenant: str) -> Allowance:
-        """Room for that many engine streams more. Raises TooBusy, QuotaExceeded, BadRequest for what never fits."""
-        bound = self.settings.max_streams + self.settings.max_queue
-        most = min(bound, limits.MAX_ANSWERS)
-        if width > most:
-            raise BadRequest(f"{width} answers are asked for at once, at most {most} are possible", param="n")
-        if sum(stream.width for stream in self._live.values()) + width > bound:
-            raise TooBusy(f"{bound} requests run or wait already", hint="try again in a moment, or raise max_queue")
-        live = sum(stream.width for stream in self._live.values() if stream.live.submit.tenant == tenant)
-        return self.tenants.admit(tenant, live + width - 1)
+        return model
 
     async def run(self, stream: Generation, door: str) -> AsyncGenerator[Event, None]:
         """Events of an admitted request; the last one is its only terminal event. Raises SlowReader alone.
@@ -111,7 +131,6 @@ class Service:
         """
         live, outcome, usage = stream.live, "aborted", None
         timings: Mapping[str, float] = {}
-        self._live[live.id] = stream
         try:
             async with contextlib.aclosing(stream.events()) as events:
                 async for event in events:
@@ -130,26 +149,37 @@ class Service:
             outcome = "failed"
             yield Event(live.id, "failed", to_wire(InternalError()))
         finally:
-            del self._live[live.id]
+            self.release(stream)
             ttft_s = None if live.first_text_s is None else live.first_text_s - live.started_s
-            self._supervisor.changed.notify()  # `drain` counts them
             seen = {"door": door, "model": stream.model.name, "tokens": len(live.tokens), "deaths": live.deaths}
             log.info("request %d: %s", live.id, outcome, extra=seen)
             usage = usage or live.usage()
             self.metrics.ended(door, outcome, usage, deaths=live.deaths, ttft_s=ttft_s, timings=timings)
 
+    async def embed(
+        self, ref: str, inputs: Sequence[embedding.Input], tenant: str, door: str, *, truncate: bool = False,
+        priority: int = 0,
+    ) -> embedding.Vectors:  # fmt: skip
+        """The vectors of some inputs, in order. Cancelling ends the work. Raises TierdError."""
+        if self.draining:
+            raise Draining()
+        embedding.check(inputs)
+        model, _ = self._find(ref)
+        with self._admission.book(tenant) as place:
+            return await self._embeddings.run(model, inputs, place, door, truncate, priority)
+
     @property
     def live(self) -> int:
-        """Generations that run or wait."""
-        return len(self._live)
+        """Generations that run or wait, and requests for vectors."""
+        return self._admission.live
 
     async def drain(self, timeout_s: float) -> int:
         """Take no new generations, and wait for those that run. Returns how many still do after the deadline."""
         self.draining = True
         deadline_s = time.monotonic() + timeout_s
-        while self._live and (left_s := deadline_s - time.monotonic()) > 0:
+        while self.live and (left_s := deadline_s - time.monotonic()) > 0:
             await self._supervisor.changed.wait(min(left_s, 0.25))
-        return len(self._live)
+        return self.live
 
     def ask_stop(self, timeout_s: float) -> None:
         """Ask the daemon to end: within the time, for running answers and for flushing together."""
@@ -183,10 +213,13 @@ class Service:
         """The context that is served of a model. Raises ModelNotFound."""
         return self._find(ref)[1]
 
-    async def load(self, ref: str) -> dict[str, Any]:
-        """Bring a model up. Returns what its engine said when it was ready."""
+    async def load(self, ref: str, tenant: str = "") -> dict[str, Any]:
+        """Bring a model up, in a place of the tenant. Returns what its engine said when it was ready."""
+        if self.draining:
+            raise Draining()
         model, _ = self._find(ref)
-        engine = await self._supervisor.acquire(model, LOAD_TIMEOUT_S)
+        with self._admission.book(tenant, drains=False):
+            engine = await self._supervisor.acquire(model, LOAD_TIMEOUT_S)
         return {"model": model.name, "pid": engine.pid, **engine.info}
 
     def loading_progress(self, ref: str) -> dict[str, Any]:
@@ -211,9 +244,19 @@ class Service:
         """How long a loaded model stays when nobody uses it: 0 unloads it when it is idle, None is for ever."""
         self._supervisor.keep_loaded(self._find(ref)[0].name, seconds)
 
-    async def tokenize(self, ref: str, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Token ids of a text or of messages."""
-        return await self._call(ref, "tokenize", args, CALL_TIMEOUT_S)
+    async def tokenize(self, ref: str, args: Mapping[str, Any], tenant: str = "") -> dict[str, Any]:
+        """Token ids of a text or of messages, in a place of the tenant."""
+        if self.draining:
+            raise Draining()
+        with self._admission.book(tenant, drains=False):
+            return await self._call(ref, "tokenize", args, CALL_TIMEOUT_S)
+
+    async def count(self, submit: Submit, tenant: str = "") -> int:
+        """Tokens of the prompt that a request would have. Raises what `submit` raises."""
+        self._check([submit])
+        given: dict[str, Any] = msgspec.to_builtins(submit)
+        args: dict[str, Any] = {name: given[name] for name in ("messages", "tools", "thinking") if name in given}
+        return len((await self.tokenize(submit.model, args, tenant))["tokens"])
 
     async def look(self, op: str, ref: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """`pages`, `top` or `page` of a model that is loaded; looking loads none. Raises NotFound."""
@@ -246,7 +289,7 @@ class Service:
         return {"engines": answers, "closed": [msgspec.to_builtins(n) for n in closed]}
 
     async def prefix(self, ref: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
-        """`ls`, `pin`, `unpin` or `drop` known prefixes: of a model, or of the last used.
+        """`ls`, `pin`, `unpin`, `drop`, `persist` or `evict` known prefixes: of a model, or of the last used.
 
         A model that is named is loaded if need be, but not merely to look. Raises NotFound when none is loaded.
         """
@@ -256,13 +299,10 @@ class Service:
         return {"model": engine.model, **await engine.call("prefix", args, CALL_TIMEOUT_S)}
 
     async def resize(self, ref: str | None, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Change the memory of an engine that runs: of a model, or of the last used. Raises NotFound when none does.
-
-        The sizes last until the engine ends; the next one starts with those of the settings.
-        """
+        """Change the memory of an engine that runs: of a model, or of the last used. Raises NotFound when none does."""
         engine = self._loaded(ref)
         timeout_s = float(args.get("timeout_s", 0.0)) + CALL_TIMEOUT_S
-        return {"model": engine.model, **await engine.call("resize", args, timeout_s)}
+        return {"model": engine.model, **await self._resize(engine, args, timeout_s)}
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -278,13 +318,13 @@ class Service:
 
     async def ps(self) -> dict[str, Any]:
         """The engines. They are asked, but never waited for long."""
-        await asyncio.gather(*(_refresh(engine) for engine in self._supervisor.engines.values()))
+        await asyncio.gather(*(engine_row.refresh(engine) for engine in self._supervisor.engines.values()))
         return {"engines": [self._row(engine) for engine in self._supervisor.engines.values()]}
 
     async def status(self) -> dict[str, Any]:
         """Everything about the daemon. Engines are asked, but never waited for long."""
         engines = list(self._supervisor.engines.values())
-        await asyncio.gather(*(_refresh(engine) for engine in engines))
+        await asyncio.gather(*(engine_row.refresh(engine) for engine in engines))
         rows = [{**engine.status, **self._row(engine)} for engine in engines]
         latest = max(engines, key=lambda engine: engine.last_use_s, default=None)
         running = sum(row["running"] for row in rows)
@@ -312,21 +352,7 @@ class Service:
         return self.metrics.render(self.live, status["engines"], status["uptime_s"])
 
     def _row(self, engine: EngineProcess) -> dict[str, Any]:
-        expires_in_s = self._supervisor.expires_in_s(engine)
-        return {
-            "model": engine.model,
-            "pid": engine.pid,
-            "state": str(engine.state),
-            "progress": engine.progress,
-            "rss_bytes": _rss_bytes(engine.pid),
-            "idle_s": round(self._supervisor.idle_s(engine), 3),
-            "expires_in_s": None if expires_in_s is None else round(expires_in_s, 3),
-            "running": engine.status.get("running", engine.streams) if engine.streams else 0,
-            "waiting": engine.status.get("waiting", 0) if engine.streams else 0,
-            "notices": list(engine.notices),
-            "writes": engine.status.get("writes", {}),
-            "weights": engine.status.get("weights", {}),
-        }
+        return engine_row.row(engine, self._supervisor.idle_s(engine), self._supervisor.expires_in_s(engine))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -366,20 +392,3 @@ class Service:
 def failure(event_id: int, exc: TierdError, *, accepted: bool) -> Event:
     """The terminal event for an error: `refused` when nothing was begun and the request is to blame, else `failed`."""
     return Event(event_id, "refused" if not accepted and isinstance(exc, _REFUSALS) else "failed", dict(to_wire(exc)))
-
-
-async def _refresh(engine: EngineProcess) -> None:
-    if engine.state is not EngineState.READY:
-        return
-    with contextlib.suppress(TierdError):
-        engine.status = await engine.call("status", {}, STATUS_TIMEOUT_S)
-
-
-def _rss_bytes(pid: int | None) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
-
-

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tierd.daemon import limits
 from tierd.daemon.api.bodies import decode, json_object, raw
 from tierd.daemon.errors import BadRequest, Unsupported
 from tierd.daemon.generation import Format, Keep, Message, Sampling, Submit, Tool, ToolCall
@@ -135,6 +136,8 @@ def _submit(given: CountTokens, sampling: Sampling, *, strip_attribution: bool) 
     for name in ("mcp_servers", "container"):
         if bytes(getattr(given, name)).strip() not in (b"null", b"[]"):
             raise Unsupported(f"{name} is not supported", param=name)
+    limits.check_count("messages", given.messages, limits.MAX_MESSAGES)
+    limits.check_count("tools", given.tools, limits.MAX_TOOLS)
     breakpoints = _Breakpoints()
     tools = tuple(_tool(index, tool, breakpoints) for index, tool in enumerate(given.tools or ()))
     history = _History(breakpoints)
@@ -148,11 +151,11 @@ def _submit(given: CountTokens, sampling: Sampling, *, strip_attribution: bool) 
             "the last message is the assistant's: to go on in its words (prefill) is not supported", param="messages"
         )
     if given.cache_control is not None:
-        breakpoints.add("cache_control", given.cache_control, len(history.messages), automatic=True)
+        breakpoints.add("cache_control", given.cache_control, history.count, automatic=True)
     choice, parallel = _choice(given.tool_choice, tools)
     submit = Submit(
         model=given.model,
-        messages=tuple(history.messages),
+        messages=history.messages(),
         sampling=sampling,
         tools=tools,
         tool_choice=choice,
@@ -186,13 +189,50 @@ class _Breakpoints:
         self.keep.append(keep)
 
 
+class _Open:
+    """A message that may still grow. Joined once, at its end: a body may have a hundred thousand parts."""
+
+    def __init__(self, begun: Message) -> None:
+        self._begun = begun
+        self._parts = [begun]
+
+    def add(self, more: Message) -> bool:
+        """What comes after it; false when that is a message of its own."""
+        if more.role != self._begun.role or more.role == "tool":
+            return False
+        self._parts.append(more)
+        return True
+
+    def message(self) -> Message:
+        """All of it."""
+        if len(self._parts) == 1:
+            return self._begun
+        # An answer was told as one text, cut by its calls.
+        between = "" if self._begun.role == "assistant" else "\n"
+        return Message(
+            self._begun.role,
+            between.join(part.content for part in self._parts),
+            "".join(part.thinking for part in self._parts),
+            tuple(call for part in self._parts for call in part.tool_calls),
+        )
+
+
 class _History:
     """Turns of blocks to `Message`s. Consecutive turns of one role are one turn, as Anthropic has it."""
 
     def __init__(self, breakpoints: _Breakpoints) -> None:
-        self.messages: list[Message] = []
+        self._turns: list[_Open] = []
         self._breakpoints = breakpoints
         self._calls: dict[str, str] = {}  # name of the function by the id of its call
+
+    @property
+    def count(self) -> int:
+        """Messages so far."""
+        return len(self._turns)
+
+    def messages(self) -> tuple[Message, ...]:
+        """They."""
+        return tuple(turn.message() for turn in self._turns)
 
     def add_system(self, system: str | list[_Block] | None, *, strip: bool) -> bool:
         """The system prompt; whether a part of it was attribution and was dropped."""
@@ -210,9 +250,9 @@ class _History:
                 texts.append(text)
             marks.append((f"{where}.cache_control", block.cache_control))
         if texts:
-            self.messages.append(Message("system", "\n".join(texts)))
+            self._turns.append(_Open(Message("system", "\n".join(texts))))
         for where, mark in marks:
-            self._breakpoints.add(where, mark, len(self.messages))
+            self._breakpoints.add(where, mark, self.count)
         return dropped
 
     def add_turn(self, where: str, turn: _Turn) -> None:
@@ -220,27 +260,18 @@ class _History:
         if turn.role not in ("user", "assistant", "system"):
             raise BadRequest(f"{where}.role must be user or assistant", param=f"{where}.role")
         blocks = [_Block("text", turn.content)] if isinstance(turn.content, str) else turn.content
+        limits.check_count(f"{where}.content", blocks, limits.MAX_PARTS)
         if turn.role == "assistant":
             self._push(self._assistant(where, blocks))
         for index, block in enumerate(blocks):
             at = f"{where}.content[{index}]"
             if turn.role != "assistant":
                 self._push(self._others(at, turn.role, block))
-            self._breakpoints.add(f"{at}.cache_control", block.cache_control, len(self.messages))
+            self._breakpoints.add(f"{at}.cache_control", block.cache_control, self.count)
 
     def _push(self, message: Message) -> None:
-        last = self.messages[-1] if self.messages else None
-        if last is None or last.role != message.role or message.role == "tool":
-            self.messages.append(message)
-        elif message.role == "assistant":
-            self.messages[-1] = msgspec.structs.replace(
-                last,
-                content=last.content + message.content,
-                thinking=last.thinking + message.thinking,
-                tool_calls=last.tool_calls + message.tool_calls,
-            )
-        else:
-            self.messages[-1] = msgspec.structs.replace(last, content=f"{last.content}\n{message.content}")
+        if not self._turns or not self._turns[-1].add(message):
+            self._turns.append(_Open(message))
 
     def _assistant(self, where: str, blocks: Sequence[_Block]) -> Message:
         texts, thinking, calls = [], [], []
@@ -257,7 +288,6 @@ class _History:
                     calls.append(self._call(at, block))
                 case _:
                     raise _refused(at, block.type)
-        # The answer was told as one text, cut by its calls: nothing stood between the pieces.
         return Message("assistant", "".join(texts), "".join(thinking), tuple(calls))
 
     def _call(self, at: str, block: _Block) -> ToolCall:
@@ -287,9 +317,12 @@ def without_attribution(text: str) -> str:
 
     One of them changes with every request and would make every cached prefix useless.
     """
-    while text.startswith(ATTRIBUTION):
-        text = text.partition("\n")[2]
-    return text
+    place = 0
+    while text.startswith(ATTRIBUTION, place):
+        place = text.find("\n", place) + 1
+        if not place:
+            return ""
+    return text[place:]
 
 
 def _result_text(at: str, content: str | list[_Block] | None) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from tierd.daemon.api.anthropic import Call
-from tierd.daemon.api.sse import EVENT_STREAM
-from tierd.daemon.errors import BadRequest, ContextLengthExceeded, TierdError, TryLater
+from tierd.daemon.api.voice import EVENT_STREAM
+from tierd.daemon.errors import BadRequest, ContextLengthExceeded, TierdError, TryLater, sentence
 from tierd.daemon.generation import Keep
 from tierd.daemon.protocol import Event
 
@@ -135,12 +135,18 @@ def usage(counts: Mapping[str, Any], keep: tuple[Keep, ...], output_tokens: int)
 class Whole:
     """A message put together from its pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, teller: Teller) -> None:
+        self._teller = teller
         self._message: Piece = {}
         self._arguments: list[str] = []
 
-    def add(self, piece: Piece) -> None:
-        """The next piece."""
+    def take(self, event: Event) -> Piece | None:
+        """The message, at its `done`."""
+        for piece in self._teller.pieces(event):
+            self._add(piece)
+        return self._message if event.ev == "done" else None
+
+    def _add(self, piece: Piece) -> None:
         match piece["type"]:
             case "message_start":
                 self._message = piece["message"]
@@ -165,11 +171,6 @@ class Whole:
             case "input_json_delta":
                 self._arguments.append(delta["partial_json"])
 
-    @property
-    def message(self) -> Piece:
-        """The message, when the last piece was added."""
-        return self._message
-
 
 def _object(arguments: str) -> Any:
     """Arguments as an object; a call that was cut by the end of the answer has none that can be read."""
@@ -189,15 +190,15 @@ class Voice:
         self._request_id = request_id
 
     def say(self, event: Event) -> bytes:
-        """See `sse.Voice`."""
+        """See `voice.Voice`."""
         return b"".join(map(_sse, self._teller.pieces(event)))
 
     def ping(self) -> bytes:
-        """See `sse.Voice`."""
+        """See `voice.Voice`."""
         return _PING
 
     def fail(self, error: TierdError) -> bytes:
-        """See `sse.Voice`."""
+        """See `voice.Voice`."""
         return _sse(error_body(error, self._request_id))
 
 
@@ -241,9 +242,10 @@ def error_body(error: TierdError, request_id: str, *, status: int | None = None)
     """The error object, the same before a stream and in it."""
     status = status or status_of(error)
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    message = sentence(error)
     if isinstance(error, ContextLengthExceeded):
-        message = f"prompt is too long: {message}"  # the words by which clients know that they must shorten it
+        # The words, at the beginning, by which clients know that they must shorten it; ours may have them already.
+        message = "prompt is too long: " + message.removeprefix("the prompt is too long: ")
     told: Piece = {"type": kind, "message": message, "code": error.code}
     if isinstance(error, BadRequest) and error.param:
         told["param"] = error.param

@@ -1,33 +1,19 @@
-"""JSON bodies of requests: read within a deadline, decoded strictly, faults told by the name of the field.
+"""JSON bodies of requests: decoded strictly, faults told by the name of the field. Shared by every dialect.
 
-Shared by every dialect.
+`reading` gets them from the client; here is no HTTP library, for files of requests have bodies, too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
 
-from tierd.daemon.errors import BadRequest, TimedOut, Unsupported
-
-BODY_TIMEOUT_S = 30.0
+from tierd.daemon.errors import BadRequest, Unsupported
 
 _B = TypeVar("_B")
-
-
-async def read(request: web.Request) -> bytes:
-    """The whole body. Raises TimedOut, BadRequest for one that is cut."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
-    except TimeoutError:
-        raise TimedOut(f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
-    except web.RequestPayloadError:
-        raise BadRequest("the body is broken") from None
 
 
 def decode(body: bytes, kind: type[_B]) -> _B:
@@ -71,6 +57,11 @@ def value_of(raw: bytes | msgspec.Raw) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         raise BadRequest("the body is not valid JSON") from None
+
+
+def is_one_of(value: Any, known: Iterable[Any]) -> bool:
+    """Whether a JSON value is one of these. 1 and 1.0 are the same; `True == 1` is a matter of Python."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known)
 
 
 MAX_VALUE_BYTES = 64 << 10  # of a schema: a few levels of objects in 64 KiB are the most that anybody needs

@@ -7,7 +7,7 @@ import secrets
 from aiohttp import web
 
 from tierd.daemon.api import answers, anthropic_answers
-from tierd.daemon.errors import TierdError
+from tierd.daemon.errors import TierdError, sentence
 
 _ANTHROPIC, _OLLAMA = "/v1/messages", "/api/"
 _REQUEST_ID = web.RequestKey("request_id", str)
@@ -33,5 +33,5 @@ def error_response(request: web.Request, exc: TierdError, *, status: int | None 
         body = anthropic_answers.error_body(exc, request_id(request), status=status)
         return answers.error_response(exc, status=status, body=body)
     if request.path.startswith(_OLLAMA):
-        return answers.error_response(exc, status=status, body={"error": answers.sentence(exc)})
+        return answers.error_response(exc, status=status, body={"error": sentence(exc)})
     return answers.error_response(exc, status=status)

@@ -17,7 +17,7 @@ from aiohttp import hdrs, web
 
 from tierd.daemon import tenants
 from tierd.daemon.api import body_limits
-from tierd.daemon.api.bodies import read
+from tierd.daemon.api.reading import read
 from tierd.daemon.config import Settings, is_loopback, split_listen
 from tierd.daemon.errors import BadRequest, PermissionDenied, TooBusy, Unauthorized
 from tierd.daemon.keys import KeyRing
@@ -27,7 +27,10 @@ MAX_HEADERS_BYTES = 16 << 10  # of all headers of a request together
 MAX_API_KEY_CHARS = 4096
 OPEN_PATHS = frozenset({"/", "/health"})  # no key needed: they tell nothing
 OWNER_ONLY = frozenset({("POST", "/api/pull"), ("DELETE", "/api/delete")})  # they change what others see
+MULTIPART = "multipart/form-data"
+UPLOADS = frozenset({"/v1/files"})  # bodies that are read by their handler, piece by piece
 PREFLIGHT_S = 600  # how long a browser may remember an answer to `OPTIONS`
+_KEY_HINT = "send `Authorization: Bearer KEY` or `x-api-key: KEY`"
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _FOREIGN_SITES = frozenset({"cross-site", "same-site"})
 _TENANT = web.RequestKey("tenant", str)
@@ -38,6 +41,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def tenant_of(request: web.Request) -> str:
     """In whose name a request runs: what every generation has to be submitted with."""
     return request[_TENANT]
+
+
+def may_manage(request: web.Request) -> bool:
+    """Whether a request may say how long models stay loaded, which others feel."""
+    return request[_TENANT] == tenants.OWNER
 
 
 class Gate:
@@ -66,7 +74,7 @@ class Gate:
         tenant = request[_TENANT] = self.tenant(request)
         if (request.method, request.path) in OWNER_ONLY and tenant != tenants.OWNER:
             raise PermissionDenied("this key may use models, not add or remove them")
-        if request.body_exists and request.match_info.http_exception is None:
+        if request.body_exists and request.match_info.http_exception is None and not _is_upload(request):
             body_limits.check(await read(request))
         return await handler(request)
 
@@ -93,7 +101,13 @@ class Gate:
         if hdrs.CONTENT_LENGTH in request.headers and hdrs.TRANSFER_ENCODING in request.headers:
             raise BadRequest("a body has one length", param="Content-Length")
         has_body = request.method == hdrs.METH_POST or request.body_exists
-        if has_body and request.content_type != "application/json":
+        # Where nobody listens, or not to this method, that is what is told; the body is not read.
+        has_taker = request.match_info.http_exception is None
+        if _is_upload(request):
+            # A form of any page can send such a body, but no header of its own.
+            if not any(True for _ in _keys_of(request)):
+                raise Unauthorized("an upload needs a key, where none is needed any", hint=_KEY_HINT)
+        elif has_body and has_taker and request.content_type != "application/json":
             raise BadRequest("the body must be JSON", param="Content-Type", hint="send Content-Type: application/json")
 
     def tenant(self, request: web.Request) -> str:
@@ -108,7 +122,7 @@ class Gate:
         needs_one = self._key_hash is not None or self._takes_addresses or self._ring.wants_one()
         if needs_one and request.path not in OPEN_PATHS:
             what = "this API key is not known here" if sent else "this daemon needs an API key"
-            raise Unauthorized(what, hint="send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+            raise Unauthorized(what, hint=_KEY_HINT)
         return tenants.OWNER
 
     def is_ours(self, host: str) -> bool:
@@ -140,6 +154,10 @@ class Gate:
             "Access-Control-Max-Age": str(PREFLIGHT_S),
         }
         return web.Response(status=204, headers=headers)
+
+
+def _is_upload(request: web.Request) -> bool:
+    return request.method == hdrs.METH_POST and request.path in UPLOADS and request.content_type == MULTIPART
 
 
 def _keys_of(request: web.Request) -> Iterator[str]:

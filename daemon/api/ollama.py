@@ -8,12 +8,14 @@ model lies is for the planner of the daemon to say, and no token depends on it.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from tierd.daemon.api.bodies import decode, field_error, json_object, raw, value_of
+from tierd.daemon import limits
+from tierd.daemon.api.bodies import decode, field_error, is_one_of, json_object, raw, value_of
 from tierd.daemon.errors import BadRequest, Unsupported, suggest
 from tierd.daemon.generation import Format, Message, Sampling, Submit, Tool, ToolCall
 
@@ -94,6 +96,8 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    truncate: bool | None = None  # to cut a prompt that is too long; here it is refused
+    shift: bool | None = None  # to forget the beginning when the context is full; here the answer ends
 
 
 class OllamaChat(_Common, kw_only=True):
@@ -122,8 +126,6 @@ class Call(NamedTuple):
     submit: Submit | None  # None: nothing is asked, the model is only to be loaded, or unloaded
     stream: bool
     keep_alive: tuple[Duration] | None  # None: nothing was said
-    context: tuple[int, ...] | None = None  # tokens that come before the prompt
-    tells_context: bool = False  # the answer ends with the tokens of the whole conversation
 
 
 def model_name(ref: str) -> str:
@@ -136,6 +138,8 @@ def parse_chat(body: bytes) -> Call:
     given = decode(body, OllamaChat)
     if not given.messages:
         return _call(given, None)
+    limits.check_count("messages", given.messages, limits.MAX_MESSAGES)
+    limits.check_count("tools", given.tools, limits.MAX_TOOLS)
     messages = tuple(_messages(given.messages))
     tools = tuple(_tool(index, tool) for index, tool in enumerate(given.tools or ()))
     return _call(given, _submit(given, messages=messages, tools=tools))
@@ -150,7 +154,6 @@ def parse_generate(body: bytes) -> Call:
         raise Unsupported("template is not supported: a model is asked with its own", param="template", hint=_RAW_HINT)
     if not given.prompt:
         return _call(given, None)
-    context = tuple(given.context) if given.context else None
     if given.raw or given.suffix:
         for name in ("system", "context"):
             if getattr(given, name):
@@ -158,8 +161,9 @@ def parse_generate(body: bytes) -> Call:
                 raise BadRequest(f"{name} and {other} exclude each other: that prompt is taken as it is", param=name)
         return _call(given, _submit(given, prompt=given.prompt, suffix=given.suffix or None))
     system = [Message("system", given.system)] if given.system else []
-    submit = _submit(given, messages=(*system, Message("user", given.prompt)))
-    return _call(given, submit)._replace(context=context, tells_context=True)
+    messages = (*system, Message("user", given.prompt))
+    # The answer ends with the tokens of the whole conversation, for the next request.
+    return _call(given, _submit(given, messages=messages, before=tuple(given.context or ()), tell_prompt=True))
 
 
 _RAW_HINT = "write the whole prompt yourself and set raw"
@@ -184,6 +188,9 @@ def duration_s(value: float | str) -> Duration:
 
 def _submit(given: _Common, **what: Any) -> Submit:
     sampling, ctx = _sampling(given.options or {})
+    for name in ("truncate", "shift"):
+        if getattr(given, name):
+            raise Unsupported(f"{name} is not supported: no context is cut", param=name)
     if isinstance(given.think, str):
         raise Unsupported("think must be true or false: levels are not supported", param="think")
     logprobs = None
@@ -197,6 +204,7 @@ def _submit(given: _Common, **what: Any) -> Submit:
 
 def _sampling(options: Mapping[str, msgspec.Raw]) -> tuple[Sampling, int | None]:
     """The options, and the context that they ask for."""
+    limits.check_count("options", options, limits.MAX_FIELDS)
     known = _Options.__struct_fields__
     for name, value in options.items():
         if name not in known:
@@ -235,7 +243,7 @@ def _check_other(name: str, raw: bytes, known: Sequence[str]) -> None:
         return
     if name not in _NEUTRAL:
         raise Unsupported(f"unknown option {where}", hint=suggest(name[:64], [*known, *PLACEMENT]), param=where)
-    if value not in _NEUTRAL[name]:
+    if not is_one_of(value, _NEUTRAL[name]):
         raise Unsupported(f"{where} is not supported", param=where)
 
 
@@ -262,19 +270,19 @@ def _tool(index: int, tool: _Tool) -> Tool:
 def _messages(turns: Sequence[_Turn]) -> list[Message]:
     """Calls get ids, which this dialect lacks: a tool's turn answers the first call of its name that has none yet."""
     messages: list[Message] = []
-    open_calls: list[ToolCall] = []
+    open_calls = _OpenCalls()
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         if turn.images:
             raise Unsupported(f"{where}.images: images are not supported", param=f"{where}.images")
+        limits.check_count(f"{where}.tool_calls", turn.tool_calls, limits.MAX_CALLS)
         calls = tuple(_called(where, index, place, call) for place, call in enumerate(turn.tool_calls or ()))
         text, thinking = turn.content or "", turn.thinking or ""
         if turn.role == "tool":
-            call = _answered(where, turn, open_calls)
-            open_calls.remove(call)
+            call = open_calls.answered(where, turn)
             messages.append(Message("tool", text, tool_call_id=call.id, name=call.name))
         else:
-            open_calls.extend(calls)
+            open_calls.add(calls)
             messages.append(Message(turn.role, text, thinking, calls))
     return messages
 
@@ -287,12 +295,34 @@ def _called(where: str, index: int, place: int, call: _ToolCall) -> ToolCall:
     return ToolCall(call.id or f"call_{index}_{place}", call.function.name, arguments)
 
 
-def _answered(where: str, turn: _Turn, open_calls: Sequence[ToolCall]) -> ToolCall:
-    name = turn.tool_name or turn.name
-    for call in open_calls:
-        if call.id == turn.tool_call_id if turn.tool_call_id else name in (None, call.name):
-            return call
-    raise BadRequest(f"{where}: no call before it is answered by this turn", param=where, hint=_TOOL_HINT)
+class _OpenCalls:
+    """Calls without an answer, found by id or by name, each in a few steps: there may be many thousands of them."""
+
+    def __init__(self) -> None:
+        self._known: list[ToolCall] = []
+        self._open: set[int] = set()  # places in it
+        self._queues: dict[tuple[str, str], deque[int]] = {}  # the same, those that were answered included
+
+    def add(self, calls: Sequence[ToolCall]) -> None:
+        """Calls of the assistant, in their order. Raises BadRequest when there are more than could be answered."""
+        if len(self._known) + len(calls) > limits.MAX_MESSAGES:
+            raise BadRequest(f"messages hold more than {limits.MAX_MESSAGES} calls", param="messages")
+        for call in calls:
+            self._open.add(len(self._known))
+            for key in (("id", call.id), ("name", call.name), ("any", "")):
+                self._queues.setdefault(key, deque()).append(len(self._known))
+            self._known.append(call)
+
+    def answered(self, where: str, turn: _Turn) -> ToolCall:
+        """The first of those that a tool's turn may mean. Raises BadRequest."""
+        name = turn.tool_name or turn.name
+        key = ("id", turn.tool_call_id) if turn.tool_call_id else ("any", "") if name is None else ("name", name)
+        queue = self._queues.get(key, deque())
+        while queue:
+            if (place := queue.popleft()) in self._open:
+                self._open.remove(place)
+                return self._known[place]
+        raise BadRequest(f"{where}: no call before it is answered by this turn", param=where, hint=_TOOL_HINT)
 
 
 _TOOL_HINT = "send the assistant's turn with its tool_calls first, and tool_name as the function is called"

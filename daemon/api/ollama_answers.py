@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.daemon.api.answers import sentence
-from tierd.daemon.errors import TierdError
+from tierd.daemon.errors import TierdError, sentence
 from tierd.daemon.protocol import Event
 
 NDJSON = "application/x-ndjson"
@@ -27,12 +26,14 @@ class Teller:
     def __init__(self, model: str, *, chat: bool) -> None:
         self._model = model
         self._chat = chat
+        self._said: list[int] = []  # tokens of the answer so far
         self._calls: dict[int, Line] = {}  # a call is told when it is whole: its arguments are an object here
 
     def lines(self, event: Event) -> Iterator[Line]:
         """What a stream says for an event."""
         match event.ev:
             case "text":
+                self._said.extend(event.data["tokens"])
                 yield from self._text(event.data)
             case "done":
                 yield from self._finished_calls()
@@ -80,8 +81,8 @@ class Teller:
         finish = "length" if done["finish"] == "length" else "stop"
         line = {**self.line(), "done": True, "done_reason": finish, **_durations(usage, timings)}
         line["tierd"] = {"cached_tokens": usage.get("cached_tokens", 0), "stop": done.get("stop"), **timings}
-        if "context" in done:
-            line["context"] = done["context"]
+        if "prompt" in done:
+            line["context"] = [*done["prompt"], *self._said]
         return line
 
     def _head(self) -> Line:
@@ -116,10 +117,16 @@ class Whole:
     """An answer in one piece, put together from its lines."""
 
     def __init__(self, teller: Teller) -> None:
+        self._teller = teller
         self._body: Line = teller.line()
 
-    def add(self, line: Line) -> None:
-        """The next line."""
+    def take(self, event: Event) -> Line | None:
+        """The answer, at its `done`."""
+        for line in self._teller.lines(event):
+            self._add(line)
+        return self._body if event.ev == "done" else None
+
+    def _add(self, line: Line) -> None:
         old, new = self._body.get("message", self._body), line.get("message", line)
         for name in ("content", "response", "thinking", "tool_calls"):
             if name in new:
@@ -129,10 +136,33 @@ class Whole:
         skip = ("message", "response", "thinking", "tool_calls", "logprobs")
         self._body |= {name: value for name, value in line.items() if name not in skip}
 
-    @property
-    def body(self) -> Line:
-        """The answer, when the last line was added."""
-        return self._body
+
+class Steps:
+    """Work that is told by lines of its own, `line` in the data of its events: as they come, or the last one alone."""
+
+    content_type = NDJSON
+
+    def __init__(self, first: Line) -> None:
+        self._newest = first
+
+    def take(self, event: Event) -> Line | None:
+        """See `sse.Whole`."""
+        return event.data["line"] if event.ev == "done" else None
+
+    def say(self, event: Event) -> bytes:
+        """See `voice.Voice`."""
+        if "line" not in event.data:
+            return b""
+        self._newest = event.data["line"]
+        return encode(self._newest)
+
+    def ping(self) -> bytes:
+        """See `voice.Voice`. The newest line once more: how far it is, and that it goes on."""
+        return encode(self._newest)
+
+    def fail(self, error: TierdError) -> bytes:
+        """See `voice.Voice`."""
+        return encode({"error": sentence(error)})
 
 
 class Voice:
@@ -144,15 +174,15 @@ class Voice:
         self._teller = teller
 
     def say(self, event: Event) -> bytes:
-        """See `sse.Voice`."""
+        """See `voice.Voice`."""
         return b"".join(map(encode, self._teller.lines(event)))
 
     def ping(self) -> bytes:
-        """See `sse.Voice`. A line without text: this dialect has no comments."""
+        """See `voice.Voice`. A line without text: this dialect has no comments."""
         return encode(self._teller.line())
 
     def fail(self, error: TierdError) -> bytes:
-        """See `sse.Voice`."""
+        """See `voice.Voice`."""
         return encode({"error": sentence(error)})
 
 

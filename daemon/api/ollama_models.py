@@ -44,6 +44,11 @@ def details(item: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _named(source: str) -> str:
+    """Where a model came from, for anybody with a key: of a file its name, not its place on this machine."""
+    return source.rpartition("/")[2] if source.startswith("/") else source
+
+
 def _short(parameters: int) -> str:
     for size, unit in _UNITS:
         if parameters >= size:
@@ -59,7 +64,7 @@ def show(shown: Mapping[str, Any], template: str, capabilities: list[str]) -> di
     }
     parameters = "\n".join(f"{name:<30} {value}" for name, value in options.items())
     return {
-        "modelfile": f"# of tierd: this file can't be changed\nFROM {shown['source']}\n",
+        "modelfile": f"# of tierd: this file can't be changed\nFROM {_named(shown['source'])}\n",
         "parameters": parameters,
         "template": template,
         "details": details(shown),

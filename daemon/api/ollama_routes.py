@@ -11,16 +11,18 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from tierd.daemon import limits
 from tierd.daemon.api import bodies, ollama_models, sse
 from tierd.daemon.api.answers import json_response
-from tierd.daemon.api.gate import tenant_of
+from tierd.daemon.api.gate import may_manage, tenant_of
 from tierd.daemon.api.ollama import Call, model_name, parse_chat, parse_generate
-from tierd.daemon.api.ollama_answers import NDJSON, Teller, Voice, Whole, encode
+from tierd.daemon.api.ollama_answers import Steps, Teller, Voice, Whole
+from tierd.daemon.api.reading import read
 from tierd.daemon.config import split_listen
-from tierd.daemon.errors import Aborted, BadRequest, Conflict, TierdError, Unsupported
+from tierd.daemon.errors import BadRequest, Conflict, PermissionDenied, TierdError, Unsupported
 from tierd.daemon.generation import Submit
 from tierd.daemon.models import catalog
-from tierd.daemon.protocol import Event, error_of
+from tierd.daemon.protocol import Event
 from tierd.daemon.puller import Puller
 from tierd.daemon.service import Service
 from tierd.daemon.version import version
@@ -43,14 +45,26 @@ class _Named(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise BadRequest("model is missing", param="model")
         return model_name(self.model or self.name)
 
+    def check_empty(self, *names: str) -> None:
+        """Raises Unsupported for those of these fields that hold something."""
+        for name in names:
+            if getattr(self, name):
+                raise Unsupported(f"{name} is not supported", param=name)
+
 
 class _Show(_Named, forbid_unknown_fields=True, kw_only=True):
     verbose: bool | None = None  # tokenizer tables: they are never told here
+    # Ollama's own command sends them with every request, and empty.
+    system: str | None = None
+    template: str | None = None
+    options: dict[str, Any] | None = None
 
 
 class _Pull(_Named, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     insecure: bool | None = None
+    username: str | None = None  # the same
+    password: str | None = None
 
 
 class Routes:
@@ -70,8 +84,6 @@ class Routes:
         router.add_post("/api/generate", self.generate)
         router.add_post("/api/pull", self.pull)
         router.add_delete("/api/delete", self.delete)
-        router.add_post("/api/embed", self.embed)
-        router.add_post("/api/embeddings", self.embed)
 
     # -- models ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +102,8 @@ class Routes:
 
     async def show(self, request: web.Request) -> web.Response:
         """POST /api/show"""
-        given = bodies.decode(await bodies.read(request), _Show)
+        given = bodies.decode(await read(request), _Show)
+        given.check_empty("system", "template", "options")
         shown = await self._service.show(given.ref)
         shown["context"] = self._service.context_tokens(given.ref)
         template = await asyncio.to_thread(_template_of, shown["path"])
@@ -98,7 +111,7 @@ class Routes:
 
     async def delete(self, request: web.Request) -> web.Response:
         """DELETE /api/delete. A model that is loaded and not in use is unloaded first."""
-        given = bodies.decode(await bodies.read(request), _Named)
+        given = bodies.decode(await read(request), _Named)
         await self._service.show(given.ref)
         try:
             await self._service.unload(given.ref)
@@ -107,22 +120,15 @@ class Routes:
         await asyncio.to_thread(catalog.remove, self._service.settings.models_dir, given.ref)
         return web.Response(status=200)
 
-    async def embed(self, request: web.Request) -> web.Response:
-        """POST /api/embed"""
-        raise Unsupported("embeddings are not supported in this dialect", param="input")
-
     async def pull(self, request: web.Request) -> web.StreamResponse:
         """POST /api/pull"""
-        given = bodies.decode(await bodies.read(request), _Pull)
+        given = bodies.decode(await read(request), _Pull)
+        given.check_empty("username", "password")
         if given.insecure:
             raise Unsupported("insecure is not supported", param="insecure")
         ref = _hub_ref(given.ref)
-        async with contextlib.aclosing(self._puller.pull(ref)) as steps:
-            if given.stream is False:
-                async for _ in steps:
-                    pass
-                return json_response({"status": "success"})
-            return await _tell_pull(request, steps, ref)
+        events = contextlib.aclosing(_pull_steps(self._puller, ref))
+        return await _told(request, events, Steps({"status": "pulling manifest"}), stream=given.stream is not False)
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
@@ -135,71 +141,49 @@ class Routes:
         return await self._answer(request, parse_generate, chat=False)
 
     async def _answer(self, request: web.Request, parse: Callable[[bytes], Call], *, chat: bool) -> web.StreamResponse:
-        call = parse(await bodies.read(request))
+        call = parse(await read(request))
         teller = Teller(call.model, chat=chat)
         if call.submit is None:
             return await self._load_or_unload(request, call, teller)
-        events = self._events(call, self._fitted(call.submit), tenant_of(request))
-        with sse.cutting(request):
-            async with contextlib.aclosing(events):
-                if call.stream:
-                    return await sse.send(request, events, Voice(teller))
-                whole = Whole(teller)
-                async for event in events:
-                    if error := error_of(event):
-                        raise error
-                    for line in teller.lines(event):
-                        whole.add(line)
-                    if event.ev == "done":
-                        return json_response(whole.body)
-        raise Aborted("the generation was stopped")
+        events = contextlib.aclosing(self._events(call, self._fitted(call.submit), request))
+        voice = (lambda: Voice(teller)) if call.stream else None
+        return await sse.answer(request, events, voice, lambda: Whole(teller))
 
-    async def _events(self, call: Call, submit: Submit, tenant: str) -> AsyncGenerator[Event, None]:
-        """The events of a call; where it is wanted, `done` has the tokens of the whole conversation as `context`."""
-        prompt: list[int] = []
-        if call.context is not None:
-            prompt = [*call.context, *await self._tokens_of(submit)]
-            submit = msgspec.structs.replace(submit, messages=None, tokens=tuple(prompt))
-        said: list[int] = []
-        stream = self._service.submit(submit, tenant)
-        try:
-            async with contextlib.aclosing(self._service.run(stream, "http")) as events:
+    async def _events(self, call: Call, submit: Submit, request: web.Request) -> AsyncGenerator[Event, None]:
+        """The events of a call."""
+        async with self._service.answering(submit, "http", tenant_of(request)) as events:
+            try:
                 async for event in events:
-                    if event.ev == "text":
-                        said.extend(event.data["tokens"])
-                    if event.ev == "done" and call.tells_context:
-                        prompt = prompt or await self._tokens_of(submit)
-                        event = Event(event.id, "done", {**event.data, "context": [*prompt, *said]})
                     yield event
-        finally:
-            if call.keep_alive is not None:
-                self._service.keep_loaded(submit.model, call.keep_alive[0])
+            finally:
+                self._keep_loaded(request, call, submit.model)
 
-    async def _tokens_of(self, submit: Submit) -> list[int]:
-        given = {"messages": msgspec.to_builtins(submit.messages)}
-        return list((await self._service.tokenize(submit.model, given))["tokens"])
+    def _keep_loaded(self, request: web.Request, call: Call, ref: str) -> None:
+        """How long a model stays is for the owner of the daemon to say: others use it, too."""
+        if call.keep_alive is not None and may_manage(request):
+            self._service.keep_loaded(ref, call.keep_alive[0])
 
     async def _load_or_unload(self, request: web.Request, call: Call, teller: Teller) -> web.StreamResponse:
         """A request without a question: it loads the model, or with keep_alive 0 lets it go when it is idle."""
+        if call.keep_alive == (0.0,) and not may_manage(request):
+            raise PermissionDenied("this key may use models, not unload them", param="keep_alive")
+        events = contextlib.aclosing(self._load_steps(request, call, teller))
+        return await _told(request, events, Steps(teller.line()), stream=call.stream)
+
+    async def _load_steps(self, request: web.Request, call: Call, teller: Teller) -> AsyncGenerator[Event, None]:
+        """One step, which may take minutes."""
         ref = model_name(call.model)
         unload = call.keep_alive == (0.0,)
         if not unload:
-            await self._service.load(ref)
-        if call.keep_alive is not None:
-            self._service.keep_loaded(ref, call.keep_alive[0])
-        line = teller.loaded("unload" if unload else "load")
-        if call.stream:
-            return web.Response(body=encode(line), headers={"Content-Type": NDJSON})
-        return json_response(line)
+            await self._service.load(ref, tenant_of(request))
+        self._keep_loaded(request, call, ref)
+        yield Event(0, "done", {"line": teller.loaded("unload" if unload else "load")})
 
     def _fitted(self, submit: Submit) -> Submit:
         """Bounds that are larger than the model's context mean the context."""
         limit = self._service.context_tokens(submit.model)
-        sampling = submit.sampling
-        if sampling.max_tokens is not None and sampling.max_tokens > limit:
-            sampling = msgspec.structs.replace(sampling, max_tokens=limit)
         ctx = None if submit.ctx is None or submit.ctx >= limit else submit.ctx
-        return msgspec.structs.replace(submit, sampling=sampling, ctx=ctx)
+        return msgspec.structs.replace(limits.fitted(submit, limit), ctx=ctx)
 
 
 def is_ollama_mode(listen: str) -> bool:
@@ -207,26 +191,21 @@ def is_ollama_mode(listen: str) -> bool:
     return bool(listen) and split_listen(listen)[1] == PORT
 
 
-async def _tell_pull(
-    request: web.Request, steps: AsyncGenerator[dict[str, Any], None], ref: str
+async def _told(
+    request: web.Request, events: contextlib.aclosing[AsyncGenerator[Event, None]], steps: Steps, *, stream: bool
 ) -> web.StreamResponse:
-    """Progress as lines; what fails after the first of them is a line too."""
-    response = web.StreamResponse(headers={"Content-Type": NDJSON, "Cache-Control": "no-cache"})
-    try:
+    return await sse.answer(request, events, (lambda: steps) if stream else None, lambda: steps)
+
+
+async def _pull_steps(puller: Puller, ref: str) -> AsyncGenerator[Event, None]:
+    """A pull as events. It is accepted when something was found: what fails before is a status."""
+    async with contextlib.aclosing(puller.pull(ref)) as steps:
+        is_accepted = False
         async for step in steps:
-            if not response.prepared:
-                await response.prepare(request)
-                await response.write(encode({"status": "pulling manifest"}))
-            async with asyncio.timeout(sse.WRITE_TIMEOUT_S):
-                await response.write(encode(ollama_models.pulling(step, ref)))
-    except TimeoutError:
-        raise ConnectionResetError("the client does not read") from None
-    except TierdError as exc:
-        if not response.prepared:
-            raise
-        await response.write(Voice(Teller(ref, chat=False)).fail(exc))
-    await response.write_eof()
-    return response
+            if not is_accepted:
+                is_accepted = True
+                yield Event(0, "accepted")
+            yield Event(0, "done" if "name" in step else "text", {"line": ollama_models.pulling(step, ref)})
 
 
 def _hub_ref(ref: str) -> str:

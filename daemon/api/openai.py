@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from tierd.daemon import limits
 from tierd.daemon.api import bodies, openai_fields
 from tierd.daemon.api.openai_types import (
     ChatRequest,
@@ -25,11 +26,10 @@ from tierd.daemon.api.openai_types import (
     ResponseFormat,
     Turn,
 )
-from tierd.daemon.errors import BadRequest, EngineFailed, TierdError, TryLater, Unsupported
+from tierd.daemon.errors import BadRequest, TierdError, Unsupported, sentence
 from tierd.daemon.protocol import Format, Message, Sampling, Submit, Tool, ToolCall
 
 COMPLETION_MAX_TOKENS = 16  # the documented default of /v1/completions; chat runs to the end of the context
-MAX_PARTS = 4096
 # They describe the request or its sender, and change no token of the answer.
 METADATA = frozenset({"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"})
 # Documented fields that tierd does not have, and the values that ask for nothing.
@@ -65,6 +65,8 @@ def parse_chat(body: bytes) -> Call:
         limit = chat.max_completion_tokens
     if chat.top_logprobs is not None and not chat.logprobs:
         raise BadRequest("top_logprobs needs logprobs", param="top_logprobs")
+    limits.check_count("messages", chat.messages, limits.MAX_MESSAGES)
+    limits.check_count("tools", chat.tools, limits.MAX_TOOLS)
     options = chat.prompt_cache_options
     template = chat.chat_template_kwargs.enable_thinking if chat.chat_template_kwargs else None
     effort = openai_fields.thinking(chat.reasoning_effort, "reasoning_effort")
@@ -102,7 +104,7 @@ def parse_completion(body: bytes) -> Call:
         beam_width=given.beam_width or 0,
         salt=given.cache_salt or "",
     )
-    prompts = [msgspec.structs.replace(common, **fields) for fields in _prompts(given.prompt)]
+    prompts = [msgspec.structs.replace(common, **fields) for fields in _prompts(given.prompt, common.n)]
     echo = ""
     if given.echo:
         if len(prompts) > 1 or prompts[0].prompt is None:
@@ -128,12 +130,15 @@ def _decode(body: bytes, kind: type[_B]) -> _B:
     return bodies.decode(body, kind)
 
 
-def _prompts(given: str | list[str | int | list[int]]) -> list[dict[str, Any]]:
-    """The input fields of each submit."""
+def _prompts(given: str | list[str | int | list[int]], n: int) -> list[dict[str, Any]]:
+    """The input fields of each submit. Raises BadRequest when they would have too many answers together."""
     if isinstance(given, str):
         return [{"prompt": given}]
     if all(isinstance(part, int) for part in given):
         return [{"tokens": tuple(given)}]  # of none, too: that is told as an empty prompt
+    if (answers := len(given) * max(n, 1)) > limits.MAX_ANSWERS:
+        what = f"{answers} answers are asked for at once, at most {limits.MAX_ANSWERS} are possible"
+        raise BadRequest(what, param="prompt")
     prompts: list[dict[str, Any]] = []
     for part in given:
         if isinstance(part, int):
@@ -146,6 +151,7 @@ def _message(where: str, turn: Turn) -> Message:
     role = "system" if turn.role == "developer" else turn.role
     if role == "function":
         raise Unsupported("messages of role function are not supported: use tool", param=f"{where}.role")
+    limits.check_count(f"{where}.tool_calls", turn.tool_calls, limits.MAX_CALLS)
     calls = tuple(_tool_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(turn.tool_calls or ()))
     if role == "tool" and not turn.tool_call_id:
         raise BadRequest(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
@@ -153,8 +159,8 @@ def _message(where: str, turn: Turn) -> Message:
         raise BadRequest(f"{where}.content is missing", param=f"{where}.content")
     if turn.name and role != "tool":
         raise Unsupported("names of participants are not supported", param=f"{where}.name")
-    if isinstance(turn.content, list) and len(turn.content) > MAX_PARTS:
-        raise BadRequest(f"{where}.content has more than {MAX_PARTS} parts", param=f"{where}.content")
+    if isinstance(turn.content, list):
+        limits.check_count(f"{where}.content", turn.content, limits.MAX_PARTS)
     return Message(
         role,
         openai_fields.text_of(turn.content, f"{where}.content"),
@@ -241,13 +247,3 @@ def error(exc: TierdError) -> ErrorAnswer:
     """The error object, the same before a stream and in it."""
     kind = _TYPES.get(exc.status) or ("invalid_request_error" if exc.status < 500 else "server_error")
     return ErrorAnswer(ErrorBody(sentence(exc), kind, exc.param, exc.code))
-
-
-def sentence(exc: TierdError) -> str:
-    """An error in one line: what is wrong, and what to do."""
-    return f"{exc.message}; {exc.hint}" if exc.hint else exc.message
-
-
-def should_retry(exc: TierdError) -> bool:
-    """Whether the same request can succeed later. SDKs retry every 409, 429 and 5xx unless they are told not to."""
-    return isinstance(exc, TryLater | EngineFailed)

@@ -29,7 +29,7 @@ from tierd.daemon.api.openai_types import (
     TokenLogprob,
     Usage,
 )
-from tierd.daemon.api.sse import EVENT_STREAM
+from tierd.daemon.api.voice import EVENT_STREAM
 from tierd.daemon.errors import TierdError
 from tierd.daemon.protocol import Event, ToolCall
 
@@ -53,7 +53,7 @@ class Gathered:
         self._texts.append(data["text"])
         if thinking := data.get("thinking"):
             self._thoughts.append(thinking)
-            self.reasoning_tokens += len(data["tokens"])
+        self.reasoning_tokens += data.get("thinking_tokens", 0)
         for piece in data.get("calls", ()):
             self._calls.setdefault(piece["index"], []).append(piece)
         self.logprobs.extend(data.get("logprobs", ()))
@@ -170,8 +170,7 @@ class Teller:
     def _text(self, index: int, data: Mapping[str, Any]) -> Iterator[ChatChunk | Completion]:
         shape, entries = self._shape, data.get("logprobs", ())
         thinking, calls = data.get("thinking"), data.get("calls")
-        if thinking:
-            self._reasoning_tokens += len(data["tokens"])
+        self._reasoning_tokens += data.get("thinking_tokens", 0)
         if not (data["text"] or thinking or calls or (shape.logprobs is not None and entries)):
             return  # half a character: tokens without text
         if shape.chat:
@@ -222,7 +221,7 @@ class Voice:
         self._teller = teller
 
     def say(self, event: Event) -> bytes:
-        """See `sse.Voice`."""
+        """See `voice.Voice`."""
         pieces = b"".join(sse_data(piece) for piece in self._teller.pieces(event))
         return pieces + DONE if event.ev == "done" else pieces
 

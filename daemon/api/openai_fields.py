@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tierd.daemon.api.bodies import value_of
+from tierd.daemon import limits
+from tierd.daemon.api.bodies import is_one_of, value_of
 from tierd.daemon.api.openai_types import Function, Part
 from tierd.daemon.errors import BadRequest, Unsupported, suggest
 from tierd.daemon.protocol import Format, Keep, Tool
@@ -29,6 +30,7 @@ def check_unknown(
     `ignored`: fields that only describe the request. `neutral`: fields tierd does not have, with the values that ask
     for nothing, which null always does.
     """
+    limits.check_count("the body", fields, limits.MAX_FIELDS)
     known = set(known)
     for name, raw in fields.items():
         if name in known or name in ignored:
@@ -39,8 +41,7 @@ def check_unknown(
         if name not in neutral:
             hint = suggest(name[:64], sorted(known))
             raise Unsupported(f"unknown field {name[:64]!r}", hint=hint, param=name[:64])
-        # `True == 1` in Python, and {"n": true} is a mistake to tell.
-        if not any(value == one and type(value) is type(one) for one in neutral[name]):
+        if not is_one_of(value, neutral[name]):
             raise Unsupported(f"{name} is not supported", param=name)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections.abc import Callable
 
 from aiohttp import web
 
-from tierd.daemon import metrics
-from tierd.daemon.api import anthropic_answers, bodies, ollama_routes, openai, openapi, sse
+from tierd.daemon import limits, metrics
+from tierd.daemon.api import anthropic_answers, ollama_routes, openai, openapi, sse
 from tierd.daemon.api.answers import json_response
 from tierd.daemon.api.gate import tenant_of
 from tierd.daemon.api.openai import Call
 from tierd.daemon.api.openai_answers import Shape, Teller, Voice, Whole
-from tierd.daemon.errors import Aborted, NotFound
-from tierd.daemon.protocol import error_of
+from tierd.daemon.api.reading import read
 from tierd.daemon.service import Service
 from tierd.daemon.version import version
 
@@ -38,7 +36,6 @@ class Routes:
         router.add_get("/v1/models/{model:.+}", self.model)
         router.add_post("/v1/chat/completions", self.chat)
         router.add_post("/v1/completions", self.completions)
-        router.add_post("/v1/embeddings", self.embeddings)
         router.add_get("/openapi.json", self.openapi)
 
     async def root(self, request: web.Request) -> web.Response:
@@ -78,10 +75,6 @@ class Routes:
         """POST /v1/completions"""
         return await self._generate(request, openai.parse_completion, chat=False)
 
-    async def embeddings(self, request: web.Request) -> web.Response:
-        """POST /v1/embeddings"""
-        raise NotFound("embeddings are not supported", hint="tierd serves models that write text")
-
     async def openapi(self, request: web.Request) -> web.Response:
         """Every path of HTTP, described."""
         return json_response(openapi.document())
@@ -89,22 +82,15 @@ class Routes:
     async def _generate(
         self, request: web.Request, parse: Callable[[bytes], Call], *, chat: bool
     ) -> web.StreamResponse:
-        call = parse(await bodies.read(request))
+        call = parse(await read(request))
         first = call.submits[0]
-        stream = self._service.submit(call.submits, tenant_of(request))
+        limit = self._service.context_tokens(first.model)
+        submits = [limits.fitted(one, limit) for one in call.submits]
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         shape = Shape(
             chat, answer_id, int(time.time()), first.model, choices=first.n * len(call.submits),
             include_usage=call.include_usage, logprobs=first.logprobs, echo=call.echo,
         )  # fmt: skip
-        with sse.cutting(request):
-            async with contextlib.aclosing(self._service.run(stream, "http")) as events:
-                if call.stream:
-                    return await sse.send(request, events, Voice(Teller(shape)))
-                whole = Whole(shape)
-                async for event in events:
-                    if error := error_of(event):
-                        raise error
-                    if (answer := whole.take(event)) is not None:
-                        return json_response(answer)
-        raise Aborted("the generation was stopped")
+        events = self._service.answering(submits, "http", tenant_of(request))
+        voice = (lambda: Voice(Teller(shape))) if call.stream else None
+        return await sse.answer(request, events, voice, lambda: Whole(shape))

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tierd.daemon import limits
 from tierd.daemon.api import bodies, openai_fields
-from tierd.daemon.api.openai import MAX_PARTS, METADATA
+from tierd.daemon.api.openai import METADATA
 from tierd.daemon.api.openai_types import Function
 from tierd.daemon.api.responses_types import FlatTool, Item, ResponseRequest
 from tierd.daemon.errors import BadRequest, Unsupported
@@ -71,6 +72,9 @@ def parse(body: bytes) -> Call:
     known = list(ResponseRequest.__struct_encode_fields__)
     openai_fields.check_unknown(bodies.decode(body, dict[str, msgspec.Raw]), known, _METADATA, NEUTRAL)
     given = bodies.decode(body, ResponseRequest)
+    limits.check_count("tools", given.tools, limits.MAX_TOOLS)
+    if isinstance(given.input, list):
+        limits.check_count("input", given.input, 2 * limits.MAX_MESSAGES)  # thoughts and calls are items, too
     tools, namespaces, left_out = _tools(given.tools or ())
     messages = [Message("system", given.instructions)] if given.instructions else []
     if isinstance(given.input, str):
@@ -177,7 +181,7 @@ class _Turns:
         self._there = {there: here for here, there in namespaces.items()}
         self._done: list[Message] = []
         self._text: str | None = None
-        self._thinking = ""
+        self._thinking: list[str] = []
         self._calls: list[ToolCall] = []
 
     def messages(self) -> list[Message]:
@@ -194,7 +198,7 @@ class _Turns:
             case "reasoning":
                 if self._text is not None or self._calls:
                     self._end_turn()
-                self._thinking += _thinking(where, item)
+                self._thinking.append(_thinking(where, item))
             case "function_call":
                 if item.call_id is None or item.name is None:
                     raise BadRequest(f"{where} has no call_id or no name", param=where)
@@ -210,8 +214,8 @@ class _Turns:
                 raise Unsupported(f"items of type {item.type[:64]!r} are not supported", param=f"{where}.type")
 
     def _message(self, where: str, item: Item) -> None:
-        if isinstance(item.content, list) and len(item.content) > MAX_PARTS:
-            raise BadRequest(f"{where}.content has more than {MAX_PARTS} parts", param=f"{where}.content")
+        if isinstance(item.content, list):
+            limits.check_count(f"{where}.content", item.content, limits.MAX_PARTS)
         if item.content is None:
             raise BadRequest(f"{where}.content is missing", param=f"{where}.content")
         text = openai_fields.text_of(item.content, f"{where}.content", _TEXTS)
@@ -226,10 +230,11 @@ class _Turns:
         self._done.append(Message("user" if item.role == "user" else "system", text))
 
     def _end_turn(self) -> None:
-        if self._text is not None or self._calls or self._thinking:
+        thinking = "".join(self._thinking)
+        if self._text is not None or self._calls or thinking:
             calls = tuple(self._calls)
-            self._done.append(Message("assistant", self._text or "", thinking=self._thinking, tool_calls=calls))
-        self._text, self._thinking, self._calls = None, "", []
+            self._done.append(Message("assistant", self._text or "", thinking=thinking, tool_calls=calls))
+        self._text, self._thinking, self._calls = None, [], []
 
 
 def _thinking(where: str, item: Item) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from tierd.daemon.api import openai
 from tierd.daemon.api.openai_answers import PING, token_logprob, usage
 from tierd.daemon.api.openai_types import Usage
 from tierd.daemon.api.responses import ENCRYPTED, Call, seal
@@ -31,8 +30,8 @@ from tierd.daemon.api.responses_types import (
     ResponseUsage,
     Thought,
 )
-from tierd.daemon.api.sse import EVENT_STREAM
-from tierd.daemon.errors import TierdError
+from tierd.daemon.api.voice import EVENT_STREAM
+from tierd.daemon.errors import TierdError, sentence
 from tierd.daemon.protocol import Event, Message, ToolCall
 
 Piece = dict[str, Any]
@@ -76,7 +75,7 @@ class Teller:
         yield from self._start()
         yield from self._close("incomplete")
         self.response.status = "failed"
-        self.response.error = ResponseError(error.code, openai.sentence(error))
+        self.response.error = ResponseError(error.code, sentence(error))
         yield self._piece("response.failed", response=self.response)
 
     def answer(self) -> tuple[Message, ...]:
@@ -99,8 +98,8 @@ class Teller:
             yield self._piece("response.in_progress", response=self.response)
 
     def _text(self, data: Mapping[str, Any]) -> Iterator[Piece]:
+        self._reasoning_tokens += data.get("thinking_tokens", 0)
         if thinking := data.get("thinking"):
-            self._reasoning_tokens += len(data["tokens"])
             yield from self._add("reasoning", self._new_reasoning, thinking)
         if data["text"]:
             logprobs = [msgspec.to_builtins(token_logprob(entry)) for entry in data.get("logprobs", ())]
@@ -262,6 +261,23 @@ class _OpenCall(_Open):
         return FunctionCall(self.id, self._call_id, self._name, text, status, self._namespace or UNSET)
 
 
+class Whole:
+    """The response in one piece: what the pieces add up to."""
+
+    def __init__(self, teller: Teller, ended: Callable[[], None]) -> None:
+        self._teller = teller
+        self._ended = ended
+
+    def take(self, event: Event) -> Response | None:
+        """The response, at its `done`. Whatever keeps it hears of its end before the client does."""
+        for _ in self._teller.pieces(event):
+            pass
+        if event.ev != "done":
+            return None
+        self._ended()
+        return self._teller.response
+
+
 class Voice:
     """The pieces as server-sent events; their type is the name of the event, too."""
 
@@ -272,7 +288,7 @@ class Voice:
         self._ended = ended
 
     def say(self, event: Event) -> bytes:
-        """See `sse.Voice`. Whatever keeps the response hears of its end before the client does."""
+        """See `voice.Voice`. Whatever keeps the response hears of its end before the client does."""
         pieces = list(self._teller.pieces(event))
         if event.ev == "done":
             self._ended()

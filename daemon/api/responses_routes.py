@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 
 import msgspec
 from aiohttp import web
 
-from tierd.daemon.api import bodies, responses, sse
+from tierd.daemon import limits
+from tierd.daemon.api import responses, sse
 from tierd.daemon.api.answers import json_response
 from tierd.daemon.api.gate import tenant_of
-from tierd.daemon.api.responses_answers import Teller, Voice
+from tierd.daemon.api.reading import read
+from tierd.daemon.api.responses_answers import Teller, Voice, Whole
 from tierd.daemon.api.responses_store import Store, Stored
 from tierd.daemon.api.responses_types import Deleted
-from tierd.daemon.errors import Aborted
-from tierd.daemon.protocol import error_of
 from tierd.daemon.service import Service
 
 # Says which types of tools the model was not told of.
@@ -39,10 +38,10 @@ class Routes:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses"""
         tenant = tenant_of(request)
-        call = responses.parse(await bodies.read(request))
+        call = responses.parse(await read(request))
         previous = call.given.previous_response_id
         earlier = self._store.conversation(previous, tenant) if previous is not None else ()
-        stream = self._service.submit(call.following(earlier), tenant)
+        submit = limits.fitted(call.following(earlier), self._service.context_tokens(call.given.model))
         teller = Teller(call, f"resp_{secrets.token_hex(16)}", time.time)
 
         def keep() -> None:
@@ -52,19 +51,9 @@ class Routes:
                 self._store.put(teller.response.id, Stored(tenant, previous, said, body))
 
         headers = {LEFT_OUT_HEADER: ",".join(call.left_out)} if call.left_out else {}
-        with sse.cutting(request):
-            async with contextlib.aclosing(self._service.run(stream, "http")) as events:
-                if call.given.stream:
-                    return await sse.send(request, events, Voice(teller, keep), headers)
-                async for event in events:
-                    if error := error_of(event):
-                        raise error
-                    for _ in teller.pieces(event):
-                        pass  # the response is what they add up to
-                    if event.ev == "done":
-                        keep()
-                        return json_response(teller.response, headers=headers)
-        raise Aborted("the generation was stopped")
+        events = self._service.answering(submit, "http", tenant)
+        voice = (lambda: Voice(teller, keep)) if call.given.stream else None
+        return await sse.answer(request, events, voice, lambda: Whole(teller, keep), headers)
 
     async def show(self, request: web.Request) -> web.Response:
         """GET /v1/responses/{id}"""

@@ -85,5 +85,10 @@ def _size_bytes(stored: Stored) -> int:
 
 
 def _message_bytes(message: Message) -> int:
-    calls = sum(_ENTRY_BYTES + len(call.arguments) for call in message.tool_calls)
-    return _ENTRY_BYTES + len(message.content) + len(message.thinking) + calls
+    calls = sum(_ENTRY_BYTES + _utf8_bytes(call.arguments) for call in message.tool_calls)
+    return _ENTRY_BYTES + _utf8_bytes(message.content) + _utf8_bytes(message.thinking) + calls
+
+
+def _utf8_bytes(text: str) -> int:
+    # A lone surrogate, which JSON can spell, counts as the mark that would stand for it.
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))

@@ -1,7 +1,7 @@
-"""A streamed answer over HTTP, whatever the dialect: late headers, pings, a deadline for each write, one end.
+"""An answer over HTTP, whatever the dialect. A streamed one: late headers, pings, a deadline for each write, one end.
 
-Shared by every dialect that streams. A dialect gives a `Voice`: what it says for each event, as bytes. It knows neither
-pings nor sockets; what is here knows no JSON.
+Shared by every dialect. A dialect gives a `Voice`: what it says for each event, as bytes; and a `Whole`, that puts an
+answer together. It knows neither pings nor sockets.
 """
 
 from __future__ import annotations
@@ -9,48 +9,58 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from typing import Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 from aiohttp import web
 
+from tierd.daemon.api.answers import json_response
+from tierd.daemon.api.voice import Voice
 from tierd.daemon.errors import Aborted, TierdError
 from tierd.daemon.inbox import SlowReader
-from tierd.daemon.protocol import Event, error_of
+from tierd.daemon.protocol import TERMINAL, Event, error_of
 
 WRITE_TIMEOUT_S = 60.0  # for the client to take what was written
 HEADERS_AFTER_S = 10.0  # a refusal is a status until then; afterwards a stream with an error in it
 PING_S = 15.0
-EVENT_STREAM = "text/event-stream"
+_STOPPED = "the generation was stopped"
 
 
-class Voice(Protocol):
-    """How a dialect says the events of one answer. Each method gives bytes for the wire, empty for nothing."""
+class Whole(Protocol):
+    """How a dialect says an answer in one piece."""
 
-    content_type: str
-
-    def say(self, event: Event) -> bytes:
-        """For `accepted`, `text`, `choice` and `done`; the bytes of `done` end the stream."""
-
-    def ping(self) -> bytes:
-        """Something that clients skip. Never empty."""
-
-    def fail(self, error: TierdError) -> bytes:
-        """The error that ends a stream whose status was sent already."""
+    def take(self, event: Event) -> Any | None:
+        """The next event; at `done` the body of the answer."""
 
 
-async def send(
-    request: web.Request, events: AsyncGenerator[Event, None], voice: Voice, headers: Mapping[str, str] | None = None
+async def answer(
+    request: web.Request,
+    events: AbstractAsyncContextManager[AsyncGenerator[Event, None]],
+    voice: Callable[[], Voice] | None,
+    whole: Callable[[], Whole],
+    headers: Mapping[str, str] | None = None,
 ) -> web.StreamResponse:
-    """Write the events up to the terminal one. Raises the error of a request that ends before the headers are out.
+    """Answer with the events that `events` opens: told by `voice` as they come, without one by `whole` at their end.
 
-    Raises SlowReader when the client does not read, OSError when it is gone: see `cutting`.
+    Both are made when the events are there: a request is checked then, and before that numbers in it may be absurd.
+    Raises the error of a request that ends before anything is out, ConnectionResetError for a client that is cut.
     """
-    return await _Sender(request, voice, headers or {}).send(events)
+    with _cutting(request):
+        async with events as opened:
+            if voice is not None:
+                return await _Sender(request, voice(), headers or {}).send(opened)
+            told = whole()
+            async for event in opened:
+                if error := error_of(event):
+                    raise error
+                if (body := told.take(event)) is not None:
+                    return json_response(body, headers=headers)
+    raise Aborted(_STOPPED)
 
 
 @contextlib.contextmanager
-def cutting(request: web.Request) -> Iterator[None]:
+def _cutting(request: web.Request) -> Iterator[None]:
     """Around all that takes events: a client that does not read loses its connection, and is told nothing more."""
     try:
         yield
@@ -74,7 +84,11 @@ class _Sender:
         self._deadline_s = time.monotonic() + HEADERS_AFTER_S
 
     async def send(self, events: AsyncGenerator[Event, None]) -> web.StreamResponse:
-        """See the function of this name."""
+        """Write them up to the terminal one. Raises the error of a request that ends before the headers are out.
+
+        They are closed when the last one is there: what a request holds is free before its client has read all of it.
+        Raises SlowReader when the client does not read, OSError when it is gone.
+        """
         pending: asyncio.Task[Event] | None = None
         try:
             while True:
@@ -83,8 +97,11 @@ class _Sender:
                     await self._write(self._voice.ping())
                     continue
                 done, pending = pending, None
-                if await self._send_event(done):
-                    await self._response.write_eof()  # at once: clients read on to the end of the body
+                said = _said(done)
+                if isinstance(said, TierdError) or said.ev in TERMINAL:
+                    await events.aclose()
+                if await self._send_event(said):
+                    await _taken(self._response.write_eof())  # at once: clients read on to the end of the body
                     return self._response
         finally:
             if pending is not None:
@@ -92,12 +109,10 @@ class _Sender:
                 pending.cancel()
                 await asyncio.wait([pending])
 
-    async def _send_event(self, done: asyncio.Task[Event]) -> bool:
+    async def _send_event(self, event: Event | TierdError) -> bool:
         """Whether it was the last one."""
-        try:
-            event = done.result()
-        except TierdError as exc:
-            return await self._send_error(exc)
+        if isinstance(event, TierdError):
+            return await self._send_error(event)
         match event.ev:
             case "accepted":
                 # The headers go out now, so that the client sees that its request is worked on.
@@ -106,7 +121,7 @@ class _Sender:
                 await self._write(self._voice.say(event))
                 return event.ev == "done"
             case "refused" | "failed" | "aborted":
-                return await self._send_error(error_of(event) or Aborted("the generation was stopped"))
+                return await self._send_error(error_of(event) or Aborted(_STOPPED))
             case _ if self._deadline_s <= time.monotonic():
                 await self._write(self._voice.ping())
         return False
@@ -121,10 +136,22 @@ class _Sender:
         if not data:
             return
         if not self._response.prepared:
-            await self._response.prepare(self._request)
-        try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await self._response.write(data)
-        except TimeoutError:
-            raise SlowReader from None
+            await _taken(self._response.prepare(self._request))
+        await _taken(self._response.write(data))
         self._deadline_s = time.monotonic() + PING_S
+
+
+def _said(done: asyncio.Task[Event]) -> Event | TierdError:
+    try:
+        return done.result()
+    except TierdError as exc:
+        return exc
+
+
+async def _taken(written: Awaitable[Any]) -> None:
+    """Wait until the client has taken it. Raises SlowReader when it does not in time."""
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await written
+    except TimeoutError:
+        raise SlowReader from None

@@ -11,7 +11,15 @@ from typing import Any
 
 from aiohttp import web
 
-from tierd.daemon.api import answers, anthropic_routes, dialects, ollama_routes, responses_routes
+from tierd.daemon.api import (
+    answers,
+    anthropic_routes,
+    batches_routes,
+    dialects,
+    embeddings_routes,
+    ollama_routes,
+    responses_routes,
+)
 from tierd.daemon.api.dialects import error_response
 from tierd.daemon.api.gate import Gate, Handler
 from tierd.daemon.api.openai_routes import Routes
@@ -40,6 +48,8 @@ async def start(service: Service, sock: socket.socket) -> web.AppRunner:
     responses_routes.Routes(service).add(app.router)
     anthropic_routes.Routes(service).add(app.router)
     ollama_routes.Routes(service).add(app.router)
+    embeddings_routes.Routes(service).add(app.router)
+    batches_routes.Routes(service).add(app)
     app.on_response_prepare.extend([_sign, gate.sign, dialects.sign])
     # Without a level of its own, aiohttp logs each malformed request with a traceback and the bytes that came.
     wire_log = logging.getLogger("tierd.http.wire")

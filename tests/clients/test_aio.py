@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 from fake_front import USAGE, FakeFront
 
 from tierd.clients import AsyncClient
-from tierd.clients.aio import INBOX_EVENTS, _joined
+from tierd.clients.aio import INBOX_EVENTS, _Inbox, _joined
+from tierd.clients.common import EMBED_INPUTS
 from tierd.daemon.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -52,6 +54,15 @@ async def test_call(client: AsyncClient, front: FakeFront) -> None:
     seen: list[Event] = []
     assert await client.call("load", model="m", on_progress=seen.append) == {"model": "m"}
     assert [event.data["done"] for event in seen] == [0, 5, 10]
+
+
+async def test_vectors_of_many_inputs_come_in_parts(client: AsyncClient, front: FakeFront) -> None:
+    front.answers["embed"] = {"vectors": [array("f", [0.0, 1.0]).tobytes()] * EMBED_INPUTS, "usage": {}}
+    found = await client.embed("m", ["a"] * EMBED_INPUTS + [[1, 2]] * EMBED_INPUTS, dimensions=2)
+    assert len(found) == 2 * EMBED_INPUTS and found[0].tolist() == [0.0, 1.0]
+    asked = [request.args for request in front.requests if request.op == "embed"]
+    assert [len(args["inputs"]) for args in asked] == [EMBED_INPUTS] * 2
+    assert asked[1]["inputs"][0] == [1, 2] and asked[0]["dimensions"] == 2
 
 
 async def test_what_no_frame_can_hold_is_a_bad_request(client: AsyncClient, front: FakeFront) -> None:
@@ -236,6 +247,19 @@ async def test_a_bridge_that_fails_says_why() -> None:
             await client.call("ps")
 
 
+async def test_a_bridge_may_say_more_than_its_pipe_holds(front: FakeFront, tmp_path: Path) -> None:
+    # As `ssh -v` does: a pipe that nobody reads holds 64 KiB and then stops its writer.
+    script = tmp_path / "bridge.py"
+    script.write_text(
+        "import os, sys\n"
+        "for _ in range(64): sys.stderr.write('debug1: ' + 'x' * 8000 + chr(10))\n"
+        "sys.stderr.flush()\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    async with AsyncClient("ssh somewhere", (sys.executable, str(script), *_bridge(front))) as client:
+        assert (await collect(client, "one two three"))[-1].ev == "done"
+
+
 async def test_a_bridge_that_does_not_exist_says_so() -> None:
     with pytest.raises(DaemonUnreachable, match="cannot run /no/such/thing"):
         await AsyncClient("ssh nowhere", ("/no/such/thing",)).connect()
@@ -246,3 +270,17 @@ async def test_a_slow_reader_never_gets_two_answers_mixed() -> None:
     assert _joined(first, Event(1, "text", {"text": "b", "tokens": [2], "choice": 1})) is None
     joined = _joined(first, Event(1, "text", {"text": "b", "tokens": [2], "choice": 0, "thinking": "hm"}))
     assert joined == Event(1, "text", {"text": "ab", "tokens": [1, 2], "choice": 0, "thinking": "hm"})
+
+
+@pytest.mark.parametrize("answers", [1, 8])
+async def test_what_waits_for_a_reader_that_stands_still_is_bounded(answers: int) -> None:
+    inbox = _Inbox()
+    for number in range(20_000):
+        inbox.put(Event(1, "text", {"text": "x", "tokens": [number], "choice": number % answers}))
+    assert inbox.waiting <= INBOX_EVENTS + answers
+    tokens: dict[object, list[int]] = {}
+    for _ in range(inbox.waiting):
+        event = await inbox.get()
+        assert len(event.data["text"]) == len(event.data["tokens"])
+        tokens.setdefault(event.data["choice"], []).extend(event.data["tokens"])
+    assert tokens == {answer: list(range(answer, 20_000, answers)) for answer in range(answers)}

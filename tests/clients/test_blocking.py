@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from fake_front import TIMINGS, USAGE, FakeFront
 
 from tierd.clients import Client
+from tierd.clients.common import EMBED_INPUTS
 from tierd.daemon.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -53,6 +55,12 @@ def test_call_passes_arguments_and_progress(client: Client, front: FakeFront) ->
     assert client.call("load", model="m", timeout_s=3, on_progress=seen.append) == {"model": "m"}
     assert front.requests[-1].args == {"model": "m", "timeout_s": 3}
     assert [event.data["done"] for event in seen] == [0, 5, 10]
+
+
+def test_vectors_of_many_inputs_come_in_parts(client: Client, front: FakeFront) -> None:
+    front.answers["embed"] = {"vectors": [array("f", [0.0, 1.0]).tobytes()] * EMBED_INPUTS, "usage": {}}
+    assert len(client.embed("m", ["a"] * (2 * EMBED_INPUTS))) == 2 * EMBED_INPUTS
+    assert [len(request.args["inputs"]) for request in front.requests] == [EMBED_INPUTS] * 2
 
 
 @pytest.mark.parametrize(

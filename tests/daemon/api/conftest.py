@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +27,8 @@ class Http:
 
     async def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any], Any]:
         """Status, JSON body and headers."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(raw) if len(raw) > 1 << 20 else raw  # aiohttp warns of large bytes
         given = {key.replace("_", "-"): value for key, value in headers.items()}
         headers = {"Content-Type": "application/json"} | given
         async with self.session.post(self.url + path, data=data, headers=headers) as response:

@@ -28,18 +28,24 @@ def said(**data):
     return Event(1, "text", {"text": "", "tokens": [1], **data})
 
 
+def teller_of(max_tokens=50, hide=False, keep=()):
+    return Teller(Call(Submit("alpha", keep=keep), True, max_tokens, hide, False), "msg_1")
+
+
+def every(*events, **done):
+    return [ACCEPTED, *events, Event(1, "done", DONE | done)]
+
+
 def pieces(*events, max_tokens=50, hide=False, keep=(), **done):
-    call = Call(Submit("alpha", keep=keep), True, max_tokens, hide, False)
-    teller = Teller(call, "msg_1")
-    every = [ACCEPTED, *events, Event(1, "done", DONE | done)]
-    return [piece for event in every for piece in teller.pieces(event)]
+    teller = teller_of(max_tokens, hide, keep)
+    return [piece for event in every(*events, **done) for piece in teller.pieces(event)]
 
 
-def whole(*events, **options):
-    message = Whole()
-    for piece in pieces(*events, **options):
-        message.add(piece)
-    return message.message
+def whole(*events, max_tokens=50, hide=False, keep=(), **done):
+    message = Whole(teller_of(max_tokens, hide, keep))
+    *before, answer = [message.take(event) for event in every(*events, **done)]
+    assert not any(before)
+    return answer
 
 
 def kinds(told):
@@ -175,3 +181,6 @@ def test_a_body_that_is_too_large_has_a_type_of_its_own():
 def test_too_long_a_prompt_is_told_in_the_words_that_clients_know():
     message = error_body(ContextLengthExceeded("9000 tokens, 8192 allowed", hint="cut it"), "r")["error"]["message"]
     assert message == "prompt is too long: 9000 tokens, 8192 allowed; cut it"
+    ours = ContextLengthExceeded("the prompt is too long: 9 tokens; the context holds 8", hint="shorten it")
+    message = error_body(ours, "r")["error"]["message"]
+    assert message == "prompt is too long: 9 tokens; the context holds 8; shorten it", "said once"

@@ -188,7 +188,7 @@ async def test_a_failure_in_the_middle_is_the_one_end(http):
 
 async def test_a_stop_of_the_daemon_is_an_end_too(http):
     waiting = asyncio.create_task(stream(http, body("!hang")))
-    await until(lambda: any(s.live.accepted for s in http.front.service._live.values()))
+    await until(lambda: any(s.live.accepted for s in http.front.service._places))
     from tierd.daemon.errors import Draining
 
     http.front.engine().fail_streams(Draining())
@@ -218,6 +218,6 @@ async def test_pings_while_nothing_comes(http, monkeypatch):
 async def test_a_kill_of_the_engine_while_it_streams(http):
     set_options(http.front.settings.models_dir / "alpha", token_s=0.01)
     waiting = asyncio.create_task(stream(http, body(max_tokens=40)))
-    await until(lambda: any(s.live.tokens for s in http.front.service._live.values()))
+    await until(lambda: any(s.live.tokens for s in http.front.service._places))
     os.kill(http.front.engine().pid, signal.SIGKILL)
     assert text_of(await waiting) == whole_text(PROMPT, 40)

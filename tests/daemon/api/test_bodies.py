@@ -52,3 +52,10 @@ def test_what_is_no_object_of_a_sensible_size(raw):
     with pytest.raises(BadRequest) as caught:
         bodies.json_object(raw, "schema")
     assert caught.value.param == "schema"
+
+
+def test_a_flag_is_no_number():
+    for value, known in ((False, 0), (0, False), (True, 1), (1.0, True)):
+        assert not bodies.is_one_of(value, [known])
+    for value, known in ((0, 0), (1, 1.0), (True, True), ("a", "a"), ([], [])):
+        assert bodies.is_one_of(value, ["x", known])

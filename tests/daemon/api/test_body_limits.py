@@ -85,14 +85,23 @@ MIB = 1 << 20
 HOSTILE = {  # of about n bytes
     "open": lambda n: b"[" * n,
     "closed": lambda n: b"[" * (n // 2) + b"]" * (n // 2),
+    "closers": lambda n: b"]" * n,
+    "closers of objects": lambda n: b"}" * n,
+    "one closer too many": lambda n: b"[]" + b"]" * n,
     "pairs": lambda n: b"[]" * (n // 2),
     "objects": lambda n: b"[{}]," * (n // 5),
     "numbers": lambda n: b"[" + b"1," * (n // 2) + b"1]",
+    "commas": lambda n: b"," * n,
     "quotes": lambda n: b'"' * n,
-    "backslashes": lambda n: b'"' + b"\\" * n,
+    "quotes just allowed": lambda n: b'""' * min(1_000_000, n // 2) + b"a" * max(0, n - 2_000_000),
+    "strings": lambda n: b'["",' * (n // 4),
+    "backslashes": lambda n: b"\\" * n,
+    "backslashes in a string": lambda n: b'"' + b"\\" * n,
+    "backslashes just allowed": lambda n: b"\\" * min(8_000_000, n) + b"a" * max(0, n - 8_000_000),
     "escapes": lambda n: b'"' + b'\\"' * (n // 2) + b'"',
     "text": lambda n: b'"' + b"a, b [c] " * (n // 9) + b'"',
     "just allowed": lambda n: b'"a' * min(999_999, n // 4) + b"[" * 400_000 + b"\\n" * (n // 4),
+    "values just allowed": lambda n: (b"[" + (b"[" * 63 + b"]" * 63 + b",") * 7_800).ljust(n),
 }
 
 
@@ -106,11 +115,7 @@ def seconds_of(body: bytes) -> float:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_takes_no_time(name: str) -> None:
-    assert seconds_of(HOSTILE[name](2 * MIB)) < 1.0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", HOSTILE)
-def test_the_largest_body_takes_a_second_at_most(name: str) -> None:
-    assert min(seconds_of(HOSTILE[name](32 * MIB)) for _ in range(2)) < 1.0
+def test_the_largest_body_takes_some_10_ms_per_mib(name: str) -> None:
+    # Of processor time, and once more if need be: machines that test do other things beside it.
+    body = HOSTILE[name](32 * MIB)
+    assert any(seconds_of(body) < 1.0 for _ in range(3))

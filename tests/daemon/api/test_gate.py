@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import aiohttp
 import pytest
 
 from tierd.daemon import keys, tenants
@@ -89,7 +90,8 @@ async def test_every_route_that_generates_runs_in_the_name_of_its_key(http):
         assert status == 200, (path, answer)
     assert seen == [tenants.of_key(made)] * len(bodies)
     generating = {one.path for one in openapi.ENDPOINTS if one.method == "post"}
-    others = {"/api/show", "/api/pull", "/api/embed", "/api/embeddings", "/v1/messages/count_tokens", "/v1/embeddings"}
+    others = {"/api/show", "/api/pull", "/api/embed", "/api/embeddings", "/v1/messages/count_tokens", "/v1/embeddings",
+              "/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel"}  # fmt: skip
     assert generating <= set(bodies) | others  # a new one belongs into one of the two
 
 
@@ -197,9 +199,39 @@ async def test_a_full_queue_is_503_with_a_time(http):
         one.close()
 
 
+@pytest.mark.parametrize(("path", "status"), [("/v1/models", 405), ("/health", 405), ("/v1/nothing", 404)])
+async def test_where_nobody_takes_a_body_it_need_not_be_json(http, path, status):
+    async with http.session.post(http.url + path, data="x", headers={"Content-Type": "text/plain"}) as answer:
+        assert answer.status == status and ("Allow" in answer.headers) == (status == 405)
+
+
 async def test_a_body_beyond_its_depth_is_refused_on_every_path(http):
     deep = b'{"model": "alpha", "x": ' + b"[" * 64 + b"]" * 64 + b"}"
     for one in openapi.ENDPOINTS:
         if one.method == "post":
-            status, answer, _ = await http.post(one.path, deep)
+            status, answer, _ = await http.post(one.path.replace("{batch_id}", "x"), deep)
             assert status == 400 and "64 levels" in str(answer), one.path
+
+
+async def test_uploads_need_a_header_that_no_form_can_send(http):
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"x", filename="in.jsonl")
+    async with http.session.post(http.url + "/v1/files", data=form()) as response:
+        assert response.status == 401
+    for path in ("/v1/chat/completions", "/v1/batches"):
+        headers = {"Authorization": "Bearer any", "Content-Type": "multipart/form-data; boundary=x"}
+        async with http.session.post(http.url + path, data=b"--x--", headers=headers) as response:
+            assert response.status == 400 and "JSON" in await response.text()
+
+
+async def test_files_of_one_key_are_not_there_for_another(http):
+    texts = [add_key(http, name)[1] for name in ("a", "b")]
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"x", filename="in.jsonl")
+    async with http.session.post(http.url + "/v1/files", data=form(), headers=bearer(texts[0])) as response:
+        file = await response.json()
+    path = f"/v1/files/{file['id']}"
+    assert (await http.get(path, **bearer(texts[0])))[0] == 200
+    for one in (path, f"{path}/content", "/v1/batches/batch_x"):
+        assert (await http.get(one, **bearer(texts[1])))[0] == 404
+    assert (await http.get("/v1/files", **bearer(texts[1])))[1]["data"] == []

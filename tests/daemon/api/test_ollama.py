@@ -76,6 +76,8 @@ def test_options_that_ask_for_nothing(options):
 @pytest.mark.parametrize(
     ("options", "param"),
     [
+        ({"mirostat": False}, "options.mirostat"), ({"tfs_z": True}, "options.tfs_z"),  # a flag is no number
+        ({"penalize_newline": 1}, "options.penalize_newline"), ({"typical_p": True}, "options.typical_p"),
         ({"mirostat": 1}, "options.mirostat"), ({"tfs_z": 0.5}, "options.tfs_z"),
         ({"typical_p": 0.9}, "options.typical_p"), ({"penalize_newline": False}, "options.penalize_newline"),
         ({"repeat_last_n": 64, "repeat_penalty": 1.2}, "options.repeat_last_n"),
@@ -97,12 +99,17 @@ def test_other_options_are_refused_by_name(options, param):
         ({"tools": [{"type": "code", "function": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [{"function": {"name": "x", "parameters": 3}}]}, "tools[0].function.parameters"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"), ({"temperature": 1}, "temperature"),
+        ({"truncate": True}, "truncate"), ({"shift": True}, "shift"),
     ],
 )  # fmt: skip
 def test_fields_that_are_refused_by_name(fields, param):
     with pytest.raises(BadRequest) as caught:
         chat(**fields)
     assert caught.value.param == param
+
+
+def test_not_to_cut_is_what_is_done_anyway():
+    assert chat(truncate=False, shift=False).submit == chat().submit
 
 
 @pytest.mark.parametrize("field", [{"template": "{{ .Prompt }}"}, {"images": ["aGk="]}, {"raw": True, "system": "s"},
@@ -152,13 +159,13 @@ def test_logprobs():
 
 def test_a_prompt_is_a_turn_of_the_user():
     call = generate(system="be brief")
-    assert call.submit.messages == (Message("system", "be brief"), Message("user", "tell")) and call.tells_context
-    assert generate(context=[1, 2]).context == (1, 2)
+    assert call.submit.messages == (Message("system", "be brief"), Message("user", "tell")) and call.submit.tell_prompt
+    assert generate(context=[1, 2]).submit.before == (1, 2)
 
 
 def test_a_raw_prompt_and_one_with_a_suffix():
     raw = generate(raw=True)
-    assert raw.submit.prompt == "tell" and raw.submit.messages is None and not raw.tells_context
+    assert raw.submit.prompt == "tell" and raw.submit.messages is None and not raw.submit.tell_prompt
     infill = generate(suffix="the end").submit
     assert (infill.prompt, infill.suffix) == ("tell", "the end")
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tierd.daemon.api.ollama_answers import Teller, Voice, Whole, stamp
+from tierd.daemon.api.ollama_answers import Steps, Teller, Voice, Whole, stamp
 from tierd.daemon.errors import EngineFailed
 from tierd.daemon.protocol import Event
 
@@ -21,17 +21,20 @@ def said(**data):
     return Event(1, "text", {"text": "", "tokens": [1], **data})
 
 
+def every(*events, **done):
+    return [Event(1, "accepted", {}), *events, Event(1, "done", DONE | done)]
+
+
 def lines(*events, chat=True, **done):
     teller = Teller("alpha:latest", chat=chat)
-    every = [Event(1, "accepted", {}), *events, Event(1, "done", DONE | done)]
-    return [line for event in every for line in teller.lines(event)]
+    return [line for event in every(*events, **done) for line in teller.lines(event)]
 
 
 def whole(*events, chat=True, **done):
     body = Whole(Teller("alpha:latest", chat=chat))
-    for line in lines(*events, chat=chat, **done):
-        body.add(line)
-    return body.body
+    *before, answer = [body.take(event) for event in every(*events, **done)]
+    assert not any(before)
+    return answer
 
 
 CALLS = (
@@ -51,9 +54,9 @@ def test_a_chat_line_by_line():
 
 
 def test_a_prompt_line_by_line():
-    told = lines(said(thinking="hm"), said(text="a"), chat=False, context=[1, 2])
+    told = lines(said(thinking="hm"), said(text="a"), chat=False, prompt=[7, 8])
     assert [line["response"] for line in told] == ["", "a", ""] and told[0]["thinking"] == "hm"
-    assert told[-1]["context"] == [1, 2] and all("message" not in line for line in told)
+    assert told[-1]["context"] == [7, 8, 1, 1] and all("message" not in line for line in told)
 
 
 def test_the_last_line_counts_in_nanoseconds():
@@ -111,3 +114,12 @@ def test_lines_of_the_wire():
 
 def test_times_have_an_offset():
     assert stamp(datetime(2026, 11, 30, 1, 2, 3, tzinfo=UTC)) == "2026-11-30T01:02:03Z"
+
+
+def test_steps_are_told_by_their_lines_and_the_newest_again():
+    steps = Steps({"status": "pulling manifest"})
+    assert steps.say(Event(0, "accepted")) == b"" and steps.ping() == b'{"status":"pulling manifest"}\n'
+    step = Event(0, "text", {"line": {"status": "unpacking"}})
+    assert steps.say(step) == steps.ping() == b'{"status":"unpacking"}\n' and steps.take(step) is None
+    assert steps.take(Event(0, "done", {"line": {"status": "success"}})) == {"status": "success"}
+    assert json.loads(steps.fail(EngineFailed("it died"))) == {"error": "it died"}

@@ -36,6 +36,8 @@ def test_one_model():
         ["num_ctx", "8192"], ["temperature", "0.2"], ["repeat_penalty", "1.1"],
     ]  # fmt: skip
     assert found["model_info"]["llama.context_length"] == 8192 and found["model_info"]["llama.block_count"] == 30
+    shown["source"] = "/home/someone/models/m.gguf"
+    assert ollama_models.show(shown, "", [])["modelfile"].endswith("FROM m.gguf\n")
     assert found["template"] == "{{ tools }}" and found["capabilities"] == ["completion"]
 
 

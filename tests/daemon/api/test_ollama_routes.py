@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from datetime import datetime
 
 import pytest
 from fake_engine import whole_text
-from front_harness import make_model, until
+from front_harness import make_model, set_options, until
 
-from tierd.daemon import puller
+from tierd.daemon import keys, puller
 from tierd.daemon.api import ollama_routes, sse
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -74,6 +75,18 @@ async def test_a_raw_prompt_is_taken_as_it_is(shared):
     assert json.loads(answer["response"])["prompt"] == "!echo" and "context" not in answer
 
 
+async def test_a_context_goes_with_thinking(shared):
+    given = {"model": "alpha", "prompt": "!think=2", "context": [7, 8], "think": True, "options": {"num_predict": 4}}
+    _, whole, _ = await shared.post(GENERATE, given | {"stream": False})
+    lines = await stream(shared, GENERATE, given)
+    assert whole["thinking"] and whole["response"] and whole["context"][:2] == lines[-1]["context"][:2] == [7, 8]
+    assert "".join(line.get("thinking", "") for line in lines) == whole["thinking"]
+    echo = {"model": "alpha", "prompt": "!echo", "context": [7, 8], "think": False, "stream": False,
+            "options": {"num_predict": 1}}  # fmt: skip
+    sent = json.loads((await shared.post(GENERATE, echo))[1]["response"])
+    assert sent["before"] == [7, 8] and sent["thinking"] is False and sent["messages"][0]["content"] == "!echo"
+
+
 async def test_bounds_beyond_the_context_are_the_context(shared):
     _, answer, _ = await shared.post(CHAT, chat("!echo !stop", {"num_predict": 10**6, "num_ctx": 10**6}, stream=False))
     got = json.loads(answer["message"]["content"])
@@ -88,9 +101,10 @@ async def test_logprobs(shared):
 ERRORS = (
     (CHAT, chat(model="nothing"), 404), (CHAT, chat(options={"mirostat": 2}), 400), (CHAT, chat("!refuse"), 400),
     (GENERATE, {"model": "alpha", "prompt": "x", "template": "y"}, 400), (CHAT, {}, 400),
-    ("/api/show", {"model": "nothing"}, 404), ("/api/show", {}, 400), ("/api/embed", {"model": "alpha"}, 400),
-    ("/api/embeddings", {"model": "alpha"}, 400), ("/api/nothing", {}, 404), ("/api/pull", {"model": "../x"}, 400),
+    ("/api/show", {"model": "nothing"}, 404), ("/api/show", {}, 400), ("/api/embed", {}, 400),
+    ("/api/embeddings", {}, 400), ("/api/nothing", {}, 404), ("/api/pull", {"model": "../x"}, 400),
     ("/api/pull", {"model": "x", "insecure": True}, 400), ("/api/pull", {"model": "file.gguf"}, 400),
+    ("/api/pull", {"model": "x", "username": "me"}, 400), ("/api/show", {"model": "alpha", "template": "x"}, 400),
 )  # fmt: skip
 
 
@@ -130,6 +144,20 @@ async def test_loading_without_a_question(http):
     assert [line["done_reason"] for line in lines] == ["load"]
 
 
+async def test_a_load_that_takes_long_says_that_it_goes_on(http, monkeypatch):
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+    monkeypatch.setattr(sse, "HEADERS_AFTER_S", 0.02)
+    set_options(http.front.settings.models_dir / "alpha", start_s=0.6)
+    lines = await stream(http, GENERATE, {"model": "alpha"})
+    assert len(lines) > 3 and not any(line["done"] or line["response"] for line in lines[:-1])
+    assert lines[-1]["done_reason"] == "load"
+    assert (await http.post(GENERATE, {"model": "alpha", "stream": False}))[1]["done_reason"] == "load"
+
+
+async def test_a_load_of_no_model_is_a_status(http):
+    assert (await http.post(GENERATE, {"model": "nobody"}))[0] == 404
+
+
 async def test_keep_alive_of_zero_unloads(http):
     await http.post(CHAT, chat(stream=False))
     status, answer, _ = await http.post(GENERATE, {"model": "alpha", "keep_alive": 0, "stream": False})
@@ -137,6 +165,16 @@ async def test_keep_alive_of_zero_unloads(http):
     await until(lambda: not http.front.supervisor.engines)
     await http.post(CHAT, chat(stream=False, keep_alive=0))
     await until(lambda: not http.front.supervisor.engines)
+
+
+async def test_keys_do_not_say_how_long_models_stay(http):
+    _, key = keys.add(http.front.settings.keys_file, "one")
+    sent = {"Authorization": f"Bearer {key}"}
+    assert (await http.post(CHAT, chat(stream=False, keep_alive=0), **sent))[0] == 200
+    status, answer, _ = await http.post(GENERATE, {"model": "alpha", "keep_alive": 0, "stream": False}, **sent)
+    assert status == 403 and "not unload" in answer["error"]
+    assert (await http.post(GENERATE, {"model": "alpha", "keep_alive": -1, "stream": False}, **sent))[0] == 200
+    assert http.front.engine("alpha").keep_alive is None
 
 
 async def test_deleting(http):
@@ -151,7 +189,7 @@ async def test_deleting(http):
 
 async def test_a_model_in_use_is_not_deleted(http):
     waiting = asyncio.create_task(http.post(CHAT, chat("!hang", stream=False)))
-    await until(lambda: any(s.live.accepted for s in http.front.service._live.values()))
+    await until(lambda: any(s.live.accepted for s in http.front.service._places))
     async with http.session.delete(http.url + "/api/delete", json={"model": "alpha"}) as response:
         assert response.status == 409 and "in use" in (await response.json())["error"]
     waiting.cancel()
@@ -179,6 +217,22 @@ async def test_pulling_tells_how_far_it_is(http, fake_pull):
     assert lines[-1] == {"status": "success"}
     status, answer, _ = await http.post("/api/pull", {"model": "x", "stream": False})
     assert status == 200 and answer == {"status": "success"}
+
+
+async def test_a_pull_that_takes_long_says_that_it_goes_on(http, monkeypatch):
+    go = http.front.settings.cache_dir / "go"
+    go.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(go)  # the pull goes on when somebody writes into it
+    code = f"print({DOWNLOAD!r}, flush=True)\nopen({str(go)!r}).read()\nprint('{{\"name\": \"x\"}}', flush=True)"
+    monkeypatch.setattr(puller, "COMMAND", (sys.executable, "-S", "-c", code))
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+    async with http.session.post(http.url + "/api/pull", json={"model": "x"}) as response:
+        seen = []
+        while len(seen) < 6:
+            seen.append(json.loads(await response.content.readline()))
+        assert seen[0] == {"status": "pulling manifest"} and seen[-1] == seen[-2] and seen[-1]["completed"] == 1
+        await asyncio.to_thread(go.write_text, "go")
+        assert json.loads((await response.read()).splitlines()[-1]) == {"status": "success"}
 
 
 async def test_a_pull_that_fails_is_a_line_or_a_status(http, fake_pull):

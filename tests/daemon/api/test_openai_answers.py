@@ -30,7 +30,7 @@ def pieces(given, *events):
 
 
 def test_a_whole_answer_with_thinking_and_calls():
-    answer = whole(shape(), Event(1, "accepted"), said("", 1, 2, thinking="hm"), said("so", 3), *CALLS, DONE)
+    answer = whole(shape(), Event(1, "accepted"), said("so", 1, 2, 3, thinking="hm", thinking_tokens=2), *CALLS, DONE)
     (choice,) = answer["choices"]
     assert choice["message"] == {
         "role": "assistant", "content": "so", "refusal": None, "reasoning_content": "hm",
@@ -71,7 +71,8 @@ def test_tokens_that_say_nothing_yet_make_no_piece():
 
 
 def test_the_usage_piece_comes_last_and_alone():
-    told = pieces(shape(include_usage=True), Event(1, "accepted"), said("", 1, thinking="x"), DONE)
+    text = said("y", 1, 2, thinking="x", thinking_tokens=1)
+    told = pieces(shape(include_usage=True), Event(1, "accepted"), text, DONE)
     assert told[-1]["choices"] == [] and told[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
     assert "timings" in told[-1] and "timings" not in told[-2] and sum("usage" in piece for piece in told) == 1
 

@@ -52,7 +52,8 @@ def test_the_order_of_a_text():
 
 def test_thinking_text_and_calls_are_items_of_their_own():
     one = teller()
-    told = pieces(one, ACCEPTED, said("", 1, thinking="h"), said("", 2, thinking="m"), said("so", 3), *CALLS, DONE)
+    thoughts = said("", 1, thinking="h", thinking_tokens=1), said("so", 2, 3, thinking="m", thinking_tokens=1)
+    told = pieces(one, ACCEPTED, *thoughts, *CALLS, DONE)
     assert kinds(told)[2:] == [
         "output_item.added", "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", "output_item.done",
         "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",

@@ -124,7 +124,7 @@ async def test_an_engine_killed_in_the_middle_is_not_seen(http):
 async def test_a_client_that_is_gone_stops_its_generation(http):
     set_options(http.front.settings.models_dir / "alpha", token_s=0.01)
     task = asyncio.create_task(http.post(PATH, BODY | {"max_output_tokens": 4000, "stream": True}))
-    await until(lambda: any(s.live.tokens for s in http.front.service._live.values()))
+    await until(lambda: any(s.live.tokens for s in http.front.service._places))
     task.cancel()
     await until(lambda: http.front.service.live == 0)
     assert http.front.engine().streams == 0

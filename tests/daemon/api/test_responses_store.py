@@ -49,6 +49,14 @@ def test_the_least_recently_used_goes_first():
     assert store.get("a", "") and store.get("c", "") and len(store) == 2
 
 
+def test_bytes_are_counted_and_not_characters():
+    store, surrogate = Store(), chr(0xD800)
+    store.put("a", stored("x" * 300))
+    ascii_bytes = store.size_bytes
+    store.put("b", stored("\N{GRINNING FACE}" * 300 + surrogate))
+    assert store.size_bytes - ascii_bytes == ascii_bytes + 3 * 300 + 1
+
+
 def test_bytes_are_bounded_and_given_back():
     store = Store(max_bytes=5000)
     for number in range(100):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import openai
 import pydantic
 import pytest
-from fake_engine import whole_text
+from fake_engine import numbers, whole_text
 from sdk_daemon import Served, served
 
 # What it leaves to the collector, and what pydantic says of its types, are not for us to mend.
@@ -84,6 +84,16 @@ def test_errors(chat):
         chat(timeout=0.5).invoke("!hang")
     with pytest.raises(openai.APIError):
         list(chat(model="beta").stream("!always=0"))
+
+
+def test_embeddings(daemon):
+    from langchain_openai import OpenAIEmbeddings
+
+    # With the check of lengths, which is the default, it sends token ids of another tokenizer.
+    given = {"model": "alpha", "base_url": f"{daemon.url}/v1", "api_key": "any", "max_retries": 0}
+    model = OpenAIEmbeddings(**given, check_embedding_ctx_length=False)
+    assert model.embed_documents(["a b", "c"]) == [numbers("a b"), numbers("c")]
+    assert model.embed_query("a b") == numbers("a b")
 
 
 async def test_asynchronously_and_in_batches(chat):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import whole_text
+from fake_engine import numbers, whole_text
 from sdk_daemon import Served, served
 
 pytestmark = pytest.mark.long
@@ -40,6 +40,7 @@ def told(daemon: Served) -> dict[str, Any]:
     [
         ("plain", [TEXT, 2]), ("streamed", [TEXT, ["length"], 1]), ("tools", CALLS), ("tools_streamed", CALLS),
         ("tools_answered", "length"), ("schema", {"age": 7}), ("thinking", whole_text("user:!think=3\n", 3)),
+        ("embedded", [[numbers("a b"), numbers("c")], 3]),
         ("response", whole_text("user:hi\n", 16)), ("asynchronous", [TEXT, TEXT]),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import ollama
 import pytest
-from fake_engine import whole_text
+from fake_engine import numbers, whole_text
 from sdk_daemon import Served, served
 
 PROMPT = "user:hi\n"
@@ -78,8 +78,16 @@ def test_errors(client):
     stream = client.chat("beta", [{"role": "user", "content": "!always=1"}], stream=True)
     with pytest.raises(ollama.ResponseError, match="died 3 times"):
         list(stream)
-    with pytest.raises(ollama.ResponseError, match="embed"):
-        client.embed("alpha", "text")
+    with pytest.raises(ollama.ResponseError, match="dimensions"):
+        client.embed("alpha", "text", dimensions=99)
+
+
+def test_embeddings(client):
+    found = client.embed("alpha:latest", ["a b", "c"], truncate=False, keep_alive="5m")
+    assert [list(one) for one in found.embeddings] == [numbers("a b"), numbers("c")]
+    assert found.prompt_eval_count == 3 and found.model == "alpha:latest"
+    assert list(client.embeddings("alpha", "a b").embedding) == numbers("a b")
+    assert len(client.embed("alpha", "a b", dimensions=2).embeddings[0]) == 2
 
 
 def test_models(client):

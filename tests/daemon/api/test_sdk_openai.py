@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from fake_engine import whole_text
+from fake_engine import numbers, whole_text
 from sdk_daemon import Served, served
 
 PROMPT = "user:hi\n"
@@ -104,8 +104,25 @@ def test_errors_have_their_types(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**CHAT, extra_body={"temprature": 1})
     assert caught.value.param == "temprature"
-    with pytest.raises(openai.NotFoundError, match="embeddings"):
-        client.embeddings.create(model="alpha", input="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="alpha", input="x", dimensions=99)
+    assert caught.value.param == "dimensions"
+
+
+def test_embeddings(client):
+    found = client.embeddings.create(model="alpha", input=["a b", "c"])  # asks for base64
+    assert [item.embedding for item in found.data] == [numbers("a b"), numbers("c")] and found.usage.prompt_tokens == 3
+    plain = client.embeddings.create(model="alpha", input=[[1, 2], [3]], encoding_format="float")
+    assert [item.embedding for item in plain.data] == [numbers("1 2"), numbers("3")]
+    short = client.embeddings.create(model="alpha", input="a b", dimensions=2, encoding_format="float")
+    assert len(short.data[0].embedding) == 2
+
+
+async def test_embeddings_asynchronously(daemon):
+    async with openai.AsyncOpenAI(base_url=f"{daemon.url}/v1", api_key="any", max_retries=0) as client:
+        asked = [client.embeddings.create(model="alpha", input=f"text {n}") for n in range(4)]
+        for number, found in enumerate(await asyncio.gather(*asked)):
+            assert found.data[0].embedding == numbers(f"text {number}")
 
 
 # -- the wide matrix -----------------------------------------------------------------------------------------------

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 import pytest
 from aiohttp import web
 from front_harness import until
 
-from tierd.daemon.api import sse
+from tierd.daemon.api import sse, voice
 from tierd.daemon.errors import EngineFailed, TierdError, TooBusy
 from tierd.daemon.inbox import SlowReader
 from tierd.daemon.protocol import Event
@@ -20,7 +21,7 @@ FAILED = Event(1, "failed", {"code": "engine_failed", "message": "it died"})
 
 
 class Plain:
-    content_type = sse.EVENT_STREAM
+    content_type = voice.EVENT_STREAM
 
     def say(self, event: Event) -> bytes:
         return b"" if event.ev == "accepted" else event.ev.encode() + b"\n"
@@ -32,12 +33,18 @@ class Plain:
         return f"error {error.message}\n".encode()
 
 
+class Last:
+    def take(self, event: Event) -> object:
+        return {"is": event.ev} if event.ev == "done" else None
+
+
 class Server:
     """Sends the events of `script`: events, errors to raise, and seconds to wait."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url, self.session = url, session
         self.script: list[object] = []
+        self.handle_next: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
         self.closed = 0
 
     async def events(self):
@@ -53,10 +60,13 @@ class Server:
             self.closed += 1
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.handle_next is not None:
+            self.closed += 1
+            return await self.handle_next(request)
         events = self.events()
         try:
-            with sse.cutting(request):
-                return await sse.send(request, events, Plain(), {"x-extra": "1"})
+            voice = Plain if "whole" not in request.query else None
+            return await sse.answer(request, contextlib.aclosing(events), voice, Last, {"x-extra": "1"})
         except TierdError as exc:
             return web.Response(status=exc.status, text=exc.message)
         finally:
@@ -113,6 +123,45 @@ async def test_a_slow_reader_loses_its_connection(server):
         await server.ask(ACCEPTED, TEXT, SlowReader())
 
 
+async def test_an_answer_in_one_piece(server):
+    async def whole(*script: object) -> tuple[int, str]:
+        server.script = list(script)
+        async with server.session.get(server.url + "?whole=1") as response:
+            assert response.headers.get("x-extra") == "1" or response.status != 200
+            return response.status, await response.text()
+
+    assert await whole(ACCEPTED, TEXT, DONE) == (200, '{"is":"done"}')
+    assert await whole(ACCEPTED, FAILED) == (500, "it died")
+    assert await whole(TooBusy("full")) == (503, "full")
+    assert await whole(ACCEPTED) == (499, "the generation was stopped")
+    with pytest.raises(aiohttp.ClientError):
+        await whole(ACCEPTED, SlowReader())
+
+
+async def test_what_a_request_holds_is_free_before_its_client_has_read_the_end(server, monkeypatch):
+    closed_at_the_end = []
+
+    async def never_taken(response: web.StreamResponse, data: bytes = b"") -> None:
+        closed_at_the_end.append(server.closed)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", never_taken)
+    monkeypatch.setattr(sse, "WRITE_TIMEOUT_S", 0.05)
+    with pytest.raises(aiohttp.ClientError):  # it is cut, and nobody waits for it for ever
+        await server.ask(ACCEPTED, TEXT, DONE)
+    assert closed_at_the_end[0] == 1
+
+
+async def test_headers_that_nobody_takes_end_the_answer_too(server, monkeypatch):
+    async def never_taken(response: web.StreamResponse, request: web.Request) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", never_taken)
+    monkeypatch.setattr(sse, "WRITE_TIMEOUT_S", 0.05)
+    with pytest.raises(aiohttp.ClientError):
+        await server.ask(ACCEPTED, DONE)
+
+
 async def test_headers(server):
     server.script = [DONE]
     async with server.session.get(server.url) as response:
@@ -125,3 +174,23 @@ async def test_a_client_that_goes_closes_the_events(server):
     async with server.session.get(server.url) as response:
         await response.content.readline()
     await until(lambda: server.closed)
+
+
+async def test_nothing_is_made_of_a_request_that_is_refused(server):
+    @contextlib.asynccontextmanager
+    async def refusing():
+        raise TooBusy("full")
+        yield
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        def never():
+            raise AssertionError
+
+        with pytest.raises(TooBusy):
+            await sse.answer(request, refusing(), never, never)
+        return web.Response(text="refused")
+
+    server.handle_next = handle
+    server.script = []
+    async with server.session.get(server.url) as response:
+        assert await response.text() == "refused"

@@ -11,7 +11,7 @@ import socket
 import pytest
 from front_harness import make_settings
 
-from tierd.daemon.api import bodies, openapi, web
+from tierd.daemon.api import openapi, reading, web
 from tierd.daemon.api.gate import Gate
 from tierd.daemon.keys import KeyRing
 
@@ -128,7 +128,7 @@ async def test_header_limits(http):
 
 
 async def test_a_body_that_never_comes(http, monkeypatch):
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reading, "BODY_TIMEOUT_S", 0.2)
     lines = ("Host: localhost", "Content-Type: application/json", "Content-Length: 100")
     reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
     writer.write(request(CHAT, *lines, method="POST", body=b"{"))

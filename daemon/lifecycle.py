@@ -15,11 +15,12 @@ from typing import Any
 
 from tierd.daemon import keys
 from tierd.daemon.child import WORKER
-from tierd.daemon.config import Settings, is_loopback, split_listen
+from tierd.daemon.config import Settings, split_listen
 from tierd.daemon.door import Door
-from tierd.daemon.errors import BadConfig, Conflict, Draining, TierdError
+from tierd.daemon.errors import Conflict, Draining, TierdError
 from tierd.daemon.heart import Heart
 from tierd.daemon.metrics import Metrics
+from tierd.daemon.models import catalog
 from tierd.daemon.notify import notify
 from tierd.daemon.prepare import Preparer
 from tierd.daemon.server import Server
@@ -48,7 +49,8 @@ def serve(settings: Settings, *, command: tuple[str, ...] = WORKER) -> int:
     with contextlib.ExitStack() as stack:
         door = Door(settings.socket)  # first: a second daemon must learn of the first one, not of a taken port
         stack.callback(door.close)
-        web_socket = _listen(settings.listen, has_key=bool(settings.api_key or keys.read(settings.keys_file)))
+        keys.check_reach(settings)
+        web_socket = _listen(settings.listen)
         if web_socket is not None:
             stack.callback(web_socket.close)
         return asyncio.run(_Daemon(settings, command).run(door, web_socket))
@@ -63,11 +65,14 @@ class _Daemon:
         self._supervisor = Supervisor(
             prepare,
             keep_alive_s=settings.keep_alive_s,
+            max_loaded=settings.max_loaded,
+            pinned=[catalog.parse_ref(ref) for ref in settings.pinned_models],
             command=command,
             on_death=lambda name: metrics.engine_deaths.update([name]),
             on_ready=prepare.note,
+            on_end=prepare.give_back,
         )
-        self._service = Service(settings, self._supervisor, metrics)
+        self._service = Service(settings, self._supervisor, metrics, prepare.resize)
         self._server = Server(self._service)
         self._signals = 0
 
@@ -168,15 +173,11 @@ def _import_web() -> Any:
     return start
 
 
-def _listen(listen: str, *, has_key: bool) -> socket.socket | None:
+def _listen(listen: str) -> socket.socket | None:
     """The TCP socket of HTTP, bound before anything runs, so that a taken port is told at once."""
     if not listen:
         return None
     host, port = split_listen(listen)
-    if not is_loopback(host) and not has_key:
-        # The settings were checked when they were read; a daemon open to the network is worth a second look.
-        hint = "`tierd key add NAME` makes one"
-        raise BadConfig(f"listening at {listen} needs an API key", hint=hint, param="listen")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)

@@ -11,14 +11,16 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tierd.daemon.broadcast import Broadcast
 from tierd.daemon.child import WORKER, EngineProcess, EngineState
-from tierd.daemon.errors import LOGS_HINT, Draining, EngineFailed, TierdError, TooBusy
+from tierd.daemon.errors import LOGS_HINT, Draining, EngineFailed, OutOfSpace, TierdError, TooBusy
+from tierd.daemon.history import History
+from tierd.daemon.units import counted
 
 log = logging.getLogger("tierd.supervisor")
 
@@ -31,6 +33,13 @@ FLUSH_S = 10.0
 PATIENCE_S = 5.0
 IDLE_WAKE_S = 3600.0
 START_SILENCE_S = 600.0  # compiling every kernel takes a minute or two, and tells each of them
+
+
+Resize = Callable[[EngineProcess, Mapping[str, Any], float], Coroutine[Any, Any, dict[str, Any]]]
+
+
+class NoRoom(Exception):
+    """A model does not fit beside those that are loaded: one of them has to go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +71,40 @@ class _Failure:
 class Supervisor:
     """The engines of this daemon.
 
-    `prepare(model)` gives the configuration of an engine as JSON; it may take a while and raise TierdError.
-    `on_ready(engine)` is told of each engine that came up, `on_death(name)` of each that died unasked.
+    `prepare(model, engines)` gives the configuration of an engine as JSON; it may take a while, raise TierdError, or
+    NoRoom when it has to wait for one of the others to end. `on_ready(engine)` is told of each engine that came up,
+    `on_death(name)` of each that died unasked, `on_end(name, engines)` of each that ended.
+
+    At most `max_loaded` engines run (0: as many as there is room for). Models in `pinned` are never unloaded unasked.
 
     Threading: for one event loop.
     """
 
     def __init__(
         self,
-        prepare: Callable[[Model], Coroutine[Any, Any, str]],
+        prepare: Callable[[Model, Mapping[str, EngineProcess]], Coroutine[Any, Any, str]],
         *,
         keep_alive_s: float | None,
-        max_loaded: int = 1,
+        max_loaded: int = 0,
+        pinned: Collection[str] = (),
         command: tuple[str, ...] = WORKER,
         on_death: Callable[[str], None] = lambda name: None,
         on_ready: Callable[[EngineProcess], None] = lambda engine: None,
+        on_end: Callable[[str, Mapping[str, EngineProcess]], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.changed = Broadcast()
         self.engines: dict[str, EngineProcess] = {}
         self.closing = False
+        self.history = History()
         self._prepare = prepare
         self._keep_alive_s = keep_alive_s
         self._max_loaded = max_loaded
+        self._pinned = frozenset(pinned)
         self._command = command
         self._on_death = on_death
         self._on_ready = on_ready
+        self._on_end = on_end
+        self._crowded: dict[str, frozenset[tuple[str, EngineState]]] = {}  # models, and beside whom they did not fit
         self._waiters: set[Waiter] = set()
         self._deaths: dict[str, deque[float]] = {}
         self._failures: dict[str, _Failure] = {}
@@ -122,11 +140,17 @@ class Supervisor:
         if (failure := self._failures.get(name)) is not None and now_s < failure.until_s:
             raise failure.error
         waiter.needs_room = True
-        if len(self.engines) >= self._max_loaded:
-            self._make_room(waiter)
-        else:
-            # For whoever came first, who may be held up by its client just now.
-            self._launch(self._first_in_line().model)
+        # For whoever came first, who may be held up by its client just now.
+        first = self._first_in_line()
+        if self._has_room(first.model.name):
+            self._launch(first.model)
+        elif not all(engine.model in self._pinned for engine in self.engines.values()):
+            self._make_room(first)
+        elif not self._has_room(name):
+            raise OutOfSpace(
+                f"{name} does not fit beside {', '.join(sorted(self.engines))}",
+                hint="those are pinned: `tierd unload` one of them, or take it out of pinned_models",
+            )
         return None
 
     def progress_of(self, name: str) -> dict[str, Any]:
@@ -155,7 +179,10 @@ class Supervisor:
         if engine is None:
             return False
         if engine.busy:
-            raise TooBusy(f"{engine.streams} streams run on {name}", hint="try again when they have ended")
+            raise TooBusy(
+                f"{name} is in use ({counted(engine.streams, 'stream')})",
+                hint="try again when that has ended; Ctrl-C in a client ends its stream, `tierd stop` ends all",
+            )
         self._stop(engine, FLUSH_S)
         return True
 
@@ -197,6 +224,8 @@ class Supervisor:
             self.changed.notify()
 
     def _keep_alive_of(self, engine: EngineProcess) -> float | None:
+        if engine.model in self._pinned:
+            return None
         return self._keep_alive_s if engine.keep_alive is None else engine.keep_alive[0]
 
     @staticmethod
@@ -222,14 +251,24 @@ class Supervisor:
         for waiter in self._waiters:
             if waiter.model.name == model.name:
                 waiter.needs_room = False
-        engine = EngineProcess(model.name, self.changed, self._command, self._on_ready)
+        engine = EngineProcess(
+            model.name, self.changed, self._command, self._came_up, lambda text: self.history.tell("notice", text)
+        )
         self.engines[model.name] = engine
         self._own(self._life(engine, model), f"engine of {model.name}")
         self.changed.notify()
 
+    def _came_up(self, engine: EngineProcess) -> None:
+        took_s = time.monotonic() - engine.started_s
+        self.history.tell("load", f"{engine.model} is loaded after {took_s:.1f} s, pid {engine.pid}")
+        self._on_ready(engine)
+
     async def _life(self, engine: EngineProcess, model: Model) -> None:
+        crowded = False
         try:
-            await engine.live(await self._prepare(model))
+            await engine.live(await self._prepare(model, self.engines))
+        except NoRoom:
+            crowded = True
         except TierdError as exc:
             engine.error = exc
         except Exception:
@@ -238,16 +277,24 @@ class Supervisor:
         finally:
             engine.state = EngineState.ENDED
             del self.engines[model.name]
-            if not engine.stop_asked and not self.closing:
+            if crowded:
+                log.info("%s does not fit beside the models that are loaded", model.name)
+                self._crowded[model.name] = self._beside(model.name)
+            elif not engine.stop_asked and not self.closing:
                 self._bury(engine)
-            elif engine.was_ready:
-                self._failures.pop(model.name, None)
+            else:
+                self.history.tell("unload", f"{model.name} was unloaded")
+                if engine.was_ready:
+                    self._failures.pop(model.name, None)
+            if self._on_end is not None and not self.closing and not crowded:
+                self._own(self._on_end(model.name, self.engines), f"memory of {model.name}")
             self.changed.notify()
 
     def _bury(self, engine: EngineProcess) -> None:
         """An engine ended unasked: say so, and decide whether the model may be tried again at once."""
         now_s, name = time.monotonic(), engine.model
         log.error("the engine of %s died: %s", name, engine.last_words())
+        self.history.tell("crash", f"the engine of {name} died: {engine.last_words()}")
         self._on_death(name)
         deaths = self._deaths.setdefault(name, deque(maxlen=CRASH_LIMIT))
         if engine.completed:
@@ -274,11 +321,21 @@ class Supervisor:
 
     # -- room ------------------------------------------------------------------------------------------------------
 
+    def _has_room(self, name: str) -> bool:
+        """Whether a model may be tried: the bound on engines allows it, and it was not found too large just now."""
+        if self._max_loaded and len(self.engines) >= self._max_loaded:
+            return False
+        return not self.engines or self._crowded.get(name) != self._beside(name)
+
+    def _beside(self, name: str) -> frozenset[tuple[str, EngineState]]:
+        return frozenset((engine.model, engine.state) for engine in self.engines.values() if engine.model != name)
+
     def _make_room(self, waiter: Waiter) -> None:
+        """End the idle engine that was used the longest ago."""
         engines = self.engines.values()
         if any(engine.state is EngineState.STOPPING for engine in engines):
             return
-        idle = [e for e in engines if self._is_idle(e, before_s=waiter.since_s)]
+        idle = [e for e in engines if e.model not in self._pinned and self._is_idle(e, before_s=waiter.since_s)]
         if idle:
             victim = min(idle, key=lambda engine: engine.last_use_s)
             log.info("unloading %s to make room for %s", victim.model, waiter.model.name)

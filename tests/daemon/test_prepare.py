@@ -17,16 +17,16 @@ async def test_the_configuration_of_an_engine(fake_models, tmp_path):
     other.mkdir(parents=True)
     (other / "slab").write_bytes(b"x" * (1 << 20))
     prepare = Preparer(settings)
-    config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha")), type=EngineConfig)
+    config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha"), {}), type=EngineConfig)
     assert config.model_dir == str(fake_models / "alpha") and config.device_bytes == 1 << 28
     assert (1 << 29) - (2 << 20) < config.nvme_bytes <= (1 << 29) - (1 << 20)
     kv_quota.note_owner(prepare.root, other.name, kv_quota.Owner("alpha", settings.kv_format))
-    config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha")), type=EngineConfig)
+    config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha"), {}), type=EngineConfig)
     assert config.nvme_bytes == 1 << 29
 
 
 async def test_no_disk_tier_means_none(fake_models, tmp_path):
-    config = await Preparer(make_settings(tmp_path, nvme_mem=0))(Model("alpha", fake_models / "alpha"))
+    config = await Preparer(make_settings(tmp_path, nvme_mem=0))(Model("alpha", fake_models / "alpha"), {})
     assert msgspec.json.decode(config, type=EngineConfig).nvme_bytes == 0
 
 

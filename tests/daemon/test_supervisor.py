@@ -126,7 +126,7 @@ async def test_waiting_for_room_has_a_deadline(front):
     with pytest.raises(TooBusy):
         await front.supervisor.acquire(model, 0.2)
     assert not front.supervisor._waiters
-    with pytest.raises(TooBusy, match="1 streams"):
+    with pytest.raises(TooBusy, match=r"in use \(1 stream\)"):
         await front.service.unload("alpha")
 
 
@@ -176,7 +176,7 @@ async def test_back_off_grows(front, monkeypatch):
 
 
 async def test_a_model_that_cannot_be_prepared_fails(front):
-    async def prepare(model):
+    async def prepare(model, engines):
         raise RuntimeError("no disk")
 
     front.supervisor._prepare = prepare

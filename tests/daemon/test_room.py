@@ -1,0 +1,156 @@
+"""Memory that is shared between engines."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from front_harness import make_model, make_settings, running, set_options, text, until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.daemon.child import EngineState
+from tierd.daemon.errors import OutOfSpace
+from tierd.daemon.machine import Machine
+from tierd.daemon.room import Arenas, Held, divide, left_of, regrown
+
+GB = 4096 * 250_000
+BYTES = st.integers(0, 20 * GB)
+HELD = st.dictionaries(
+    st.sampled_from("abcde"), st.builds(Held, st.builds(Arenas, BYTES, BYTES), BYTES), min_size=1, max_size=4
+)
+
+
+@given(usable=st.integers(0, 100 * GB), held=HELD, fixed=BYTES, least=BYTES)
+def test_a_division_stays_under_the_cap_and_takes_nothing_it_does_not_need(usable, held, fixed, least):
+    division = divide(usable, held, fixed, least)
+    device = sum(one.arenas.device for one in held.values())
+    host = sum(one.arenas.host for one in held.values())
+    if division is None:
+        return
+    assert division.newcomer.device >= least
+    assert division.newcomer.device + sum(one.device for one in division.others.values()) == device
+    assert division.newcomer.host + sum(one.host for one in division.others.values()) == host
+    for name, arenas in division.others.items():
+        assert arenas.device <= held[name].arenas.device and arenas.host <= held[name].arenas.host
+    assert device + host + fixed + sum(one.fixed for one in held.values()) <= usable
+
+
+def test_no_room_where_weights_would_not_fit_or_pages_would_be_too_few():
+    held = {"a": Held(Arenas(4 * GB, 2 * GB), 3 * GB)}
+    assert divide(10 * GB, held, GB, GB) == ({"a": Arenas(2 * GB, GB)}, Arenas(2 * GB, GB))
+    assert divide(10 * GB, held, GB + 1, GB) is None
+    assert divide(10 * GB, held, GB, 2 * GB + 1) is None
+
+
+@given(cap=st.builds(Arenas, BYTES, BYTES), held=HELD)
+def test_who_stays_grows_up_to_the_cap(cap, held):
+    grown = regrown(cap, held)
+    before = left_of(cap, {name: one.arenas for name, one in held.items()})
+    for name, arenas in grown.items():
+        assert arenas.device >= held[name].arenas.device and arenas.host >= held[name].arenas.host
+    added = sum(grown[name].device - held[name].arenas.device for name in held)
+    assert added <= before.device
+    if len(held) == 1:
+        (arenas,) = grown.values()
+        assert arenas.device == max(cap.device, held[next(iter(held))].arenas.device)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    """16 GB: device 4, host 2.4, and 8 for weights."""
+    return Machine(16 * GB, 16 * GB, 100 * GB)
+
+
+async def _arenas(front, name):
+    """What an engine of the front was given last: at its start, or by a resize."""
+    held = front.prepare._held[name]
+    return held.arenas
+
+
+@contextlib.asynccontextmanager
+async def _front(tmp_path, machine, **changes):
+    async with running(make_settings(tmp_path, **changes), max_loaded=0, machine=machine) as front:
+        yield front
+
+
+async def test_two_models_that_fit_stay_loaded_and_share_the_arenas(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        alone = await _arenas(front, "alpha")
+        assert alone.device == 4 * GB
+        await front.service.load("beta")
+        assert set(front.supervisor.engines) == {"alpha", "beta"}
+        assert await _arenas(front, "alpha") == Arenas(alone.device // 2, alone.host // 2)
+        both = [await _arenas(front, name) for name in ("alpha", "beta")]
+        assert sum(one.device for one in both) == alone.device and sum(one.host for one in both) == alone.host
+        await front.service.unload("beta")
+        await until(lambda: front.prepare._held["alpha"].arenas == alone)
+
+
+async def test_a_model_that_does_not_fit_beside_takes_the_place_of_the_least_recently_used(tmp_path, machine):
+    for name in ("alpha", "beta", "gamma"):
+        make_model(tmp_path / "models", name, weights_bytes=3 * GB)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        await front.service.load("beta")
+        await front.service.load("gamma")
+        assert set(front.supervisor.engines) == {"beta", "gamma"}
+        assert not front.metrics.engine_deaths
+
+
+async def test_a_busy_engine_is_waited_for(tmp_path, machine):
+    for name in ("alpha", "beta"):
+        make_model(tmp_path / "models", name, weights_bytes=6 * GB, token_s=0.02)
+    async with _front(tmp_path, machine) as front:
+        first, second = await front.connect(), await front.connect()
+        first.generate(1, "x", model="alpha", max_tokens=30)
+        await until(lambda: "alpha" in front.supervisor.engines and front.engine().streams)
+        second.generate(1, "y", model="beta", max_tokens=2)
+        assert (await first.until_end(1))[-1].ev == "done"
+        assert (await second.until_end(1))[-1].ev == "done"
+        assert set(front.supervisor.engines) == {"beta"}
+
+
+async def test_an_engine_whose_requests_need_its_memory_keeps_it(fake_models, tmp_path, machine):
+    set_options(fake_models / "alpha", refuse_resize=True)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        alone = await _arenas(front, "alpha")
+        wire = await front.connect()
+        wire.generate(1, "x", model="beta", max_tokens=2)
+        assert text(await wire.until_end(1))
+        assert set(front.supervisor.engines) == {"beta"} and await _arenas(front, "beta") == alone
+
+
+async def test_pinned_models_stay(tmp_path, machine):
+    for name in ("alpha", "beta"):
+        make_model(tmp_path / "models", name, weights_bytes=6 * GB)
+    async with _front(tmp_path, machine, pinned_models=("alpha",), keep_alive_s=0.0) as front:
+        await front.service.load("alpha")
+        assert front.supervisor.expires_in_s(front.engine()) is None
+        with pytest.raises(OutOfSpace, match="beta does not fit beside alpha") as caught:
+            await front.service.load("beta")
+        assert "pinned_models" in str(caught.value.hint)
+        assert front.engine().state is EngineState.READY
+        await front.service.unload("alpha")
+        await front.service.load("beta")
+
+
+async def test_what_resize_gave_counts(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        await front.service.resize("alpha", {"device_bytes": 2 * GB, "host_bytes": 0})
+        await front.service.load("beta")
+        assert await _arenas(front, "beta") == Arenas(GB, 0)
+
+
+async def test_what_resize_gave_lasts_as_long_as_the_daemon(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        await front.service.resize("alpha", {"device_bytes": 2 * GB})
+        host = (await _arenas(front, "alpha")).host
+        front.engine().kill()
+        await until(lambda: not front.supervisor.engines)
+        await front.service.load("alpha")
+        assert await _arenas(front, "alpha") == Arenas(2 * GB, host)

@@ -1,9 +1,10 @@
 """Whether the step loops of the engines go on, and telling systemd that the front does.
 
 An engine answers `status` from another thread than the one that computes, so an answer proves nothing; that its
-snapshot is newer than the last one does. An engine whose step thread has published nothing for too long while it has
-streams is killed: the front starts another, and the streams go on. systemd is told after each such round, never by a
-timer of its own: a front that can't finish a round does not live, and is restarted.
+snapshot is newer than the last one does. None is made within a step, which may take a minute, so the answer says how
+many rows are computed and how long so many may take. An engine whose step thread has published nothing for too long
+while it has streams is killed: the front starts another, and the streams go on. systemd is told after each such round,
+never by a timer of its own: a front that can't finish a round does not live, and is restarted.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.errors import TierdError
 from tierd.daemon.notify import notify, watchdog_s
 from tierd.daemon.supervisor import Supervisor
+from tierd.daemon.units import counted
 
 log = logging.getLogger("tierd.heart")
 
 BEAT_S = 5.0
 ANSWER_S = 2.0  # for an engine to tell its status
 HANG_S = 30.0  # a step loop that has shown it is faster and says nothing for so long hangs
-# Before its first step is known (a large model streamed from disk has long ones), and while the loop says that it has
-# no request: what the front waits for may still be text on its way to tokens.
+# While the loop says that it has no request: what the front waits for may still be text on its way to tokens.
 UNKNOWN_HANG_S = 300.0
-STEPS_OF_PATIENCE = 10.0  # nor is a loop given up in less than so many of its longest steps
+# Of each row, on top of that, before a first step has shown how long they take. A model of a hundred billion weights on
+# a few processors, streamed from a disk, is faster.
+UNKNOWN_ROW_S = 2.0
+# Nor is a loop given up in less than so many times what a step of this many rows takes, by the steps before it.
+STEPS_OF_PATIENCE = 10.0
 
 
 class Pulse:
@@ -36,22 +41,30 @@ class Pulse:
     def __init__(self, now_s: float) -> None:
         self._seen: object = None
         self._changed_s = now_s
-        self._longest_step_s = 0.0
         self._has_work = False
+        self._rows = 0.0  # of the step that is computed
+        self._expected_s = 0.0  # it takes at most; 0: no step is known
+        self._steps = 0
 
     def feel(self, status: Mapping[str, Any], streams: int, now_s: float) -> None:
         """Take in a snapshot; `streams`: those the front waits for. An engine without any need not publish."""
-        self._longest_step_s = max(self._longest_step_s, float(status.get("step_ms", 0.0)) / 1e3)
-        self._has_work = bool(status.get("running") or status.get("waiting"))
+        step = status.get("step") or {}
+        self._rows, self._expected_s = float(step.get("rows", 0.0)), float(step.get("expected_s", 0.0))
+        self._steps = int(status.get("steps", 0))
+        self._has_work = bool(status.get("running") or status.get("waiting") or step)
         seen = (status.get("uptime_s"), status.get("steps"))
         if seen != self._seen or not streams:
             self._seen, self._changed_s = seen, now_s
 
     def hangs(self, now_s: float) -> bool:
         """Whether it has stood still for longer than its steps take."""
-        if not self._longest_step_s or not self._has_work:
-            return now_s - self._changed_s > UNKNOWN_HANG_S
-        return now_s - self._changed_s > max(HANG_S, STEPS_OF_PATIENCE * self._longest_step_s)
+        return now_s - self._changed_s > self._patience_s()
+
+    def _patience_s(self) -> float:
+        unknown = not self._steps or (self._rows and not self._expected_s)
+        if unknown or not self._has_work:
+            return UNKNOWN_HANG_S + UNKNOWN_ROW_S * self._rows
+        return max(HANG_S, STEPS_OF_PATIENCE * self._expected_s)
 
 
 class Heart:
@@ -92,5 +105,5 @@ class Heart:
 
 
 def _summary(engines: Iterable[EngineProcess]) -> str:
-    parts = [f"{engine.model}: {engine.streams} streams" for engine in engines]
+    parts = [f"{engine.model}: {counted(engine.streams, 'stream')}" for engine in engines]
     return ", ".join(parts) if parts else "ready, no model is loaded"

@@ -58,6 +58,7 @@ class Said:
     text: str = ""
     thinking: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    thinking_tokens: int = field(default=0, compare=False)  # of the tokens that said it, those of `thinking`
 
     def __bool__(self) -> bool:
         return bool(self.text or self.thinking or self.calls)
@@ -67,12 +68,14 @@ class Said:
         self.text += more.text
         self.thinking += more.thinking
         self.calls += more.calls
+        self.thinking_tokens += more.thinking_tokens
 
     def data(self) -> dict[str, Any]:
         """The fields of a `text` event."""
         data: dict[str, Any] = {"text": self.text}
         if self.thinking:
             data["thinking"] = self.thinking
+            data["thinking_tokens"] = self.thinking_tokens
         if self.calls:
             data["calls"] = self.calls
         return data

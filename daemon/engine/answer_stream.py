@@ -41,6 +41,7 @@ class AnswerStream:
         self._stops = StopStrings(stop)
         self._call_id = call_id
         self._one_call = one_call
+        self._silent_tokens = 0  # since something was told
         self.told = Said()
         """Everything that was told so far."""
 
@@ -58,12 +59,13 @@ class AnswerStream:
         """What may be told now that `token` is known."""
         if self.stopped:
             return Said()
+        self._silent_tokens += 1
         characters = self._characters.push(token)
         if self._parser is None:
             return self._said([Text(characters)] if characters else [])
         if token not in self._controls:
             characters = clean(characters)
-        return self._said(self._parser.push(characters) if characters else [])
+        return self._counted(self._said(self._parser.push(characters) if characters else []))
 
     def finish(self) -> Said:
         """What was held back, when no more tokens come."""
@@ -78,6 +80,14 @@ class AnswerStream:
             held = Said(self._stops.finish())
             self.told.add(held)
             said.add(held)
+        return self._counted(said)
+
+    def _counted(self, said: Said) -> Said:
+        """Reasoning with the number of its tokens: a token belongs to what is told next, when it is known."""
+        if said:
+            said.thinking_tokens = self._silent_tokens if said.thinking else 0
+            self.told.thinking_tokens += said.thinking_tokens
+            self._silent_tokens = 0
         return said
 
     def _said(self, pieces: list[Piece]) -> Said:

@@ -15,9 +15,13 @@ from pathlib import Path
 import msgspec
 
 from tierd.daemon.config import EngineConfig
+from tierd.daemon.engine.backend import Backend, CpuBackend, OwnDecoder, choose
 from tierd.daemon.engine.chat import ChatTemplate
+from tierd.daemon.engine.embed import Pooling
+from tierd.daemon.engine.foresight import Foresight
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.model import rope
+from tierd.daemon.engine.model.load import Vector
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
@@ -26,7 +30,7 @@ from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.engine.tokens import Vocabulary
-from tierd.daemon.engine.top import TopBoard
+from tierd.daemon.engine.top import Beside, TopBoard
 from tierd.daemon.engine.turns import FILE_NAME as TURNS_NAME
 from tierd.daemon.engine.turns import Turns
 from tierd.daemon.errors import BadConfig, ModelInvalid
@@ -35,10 +39,12 @@ from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_mani
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.protocol import Event
+from tierd.daemon.units import human_bytes
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
-from tierd.tiers import budget
+from tierd.tiers import budget, upkeep
 from tierd.tiers.arena import Arena
+from tierd.tiers.blocks import Block
 from tierd.tiers.errors import StoreError
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
@@ -101,10 +107,14 @@ def build(
         raise ModelInvalid(f"model {directory.name!r} is broken: {exc}") from exc
     _check_memory(config, manifest, total_memory_bytes())
     hooks.progress("kernels", 0, 1)
-    CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
     resources = contextlib.ExitStack()
+    notes: list[str] = []
     try:
-        return _build(config, hooks, manifest, resources, threads, max_requests, make_decoder)
+        backend = choose(threads, notes.append, make_decoder)
+        resources.callback(backend.close)
+        if isinstance(backend, CpuBackend):
+            CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
+        return _build(config, hooks, manifest, resources, threads, max_requests, backend, notes)
     except BaseException:
         resources.close()
         raise
@@ -112,10 +122,10 @@ def build(
 
 def _build(
     config: EngineConfig, hooks: Hooks, manifest: Manifest, resources: contextlib.ExitStack, threads: int,
-    max_requests: int, make_decoder: type[CpuDecoder],
+    max_requests: int, backend: Backend, notes: list[str],
 ) -> Engine:  # fmt: skip
     spec, directory, clock = manifest.spec, Path(config.model_dir), time.monotonic
-    layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, config.kv_format)
+    layout = _layout(config, manifest)
     slots = config.device_bytes // layout.record_bytes
     if slots < MIN_PAGES:
         raise BadConfig(
@@ -127,28 +137,27 @@ def _build(
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
     limits = Limits(max_rows, config.max_streams, layout.page_tokens)
     frequencies = rope.frequencies(spec, context)
-    root = root_key(_namespace(manifest, layout, frequencies))
+    root = root_key(_namespace(manifest, layout, frequencies, backend))
 
     closing_last = resources.enter_context(contextlib.ExitStack())  # the store: the mover's jobs end before it
     loops: list[StepLoop] = []  # the mover comes before the loop it wakes
-    mover = Mover(wake=lambda: loops[0].wake() if loops else None)
+    mover = backend.mover(lambda: loops[0].wake() if loops else None)
     resources.callback(mover.close)
     weights = _load_weights(config, hooks, manifest, mover, max_rows)
     resources.callback(weights.close)
     hooks.progress("store", 0, 1)
-    store, notes = _open_store(config, layout, root)
+    store, store_notes = _open_store(config, layout, root)
+    notes += store_notes
     if store is not None:
         closing_last.callback(store.close)
     capacity = slots + host_slots + (store.capacity_slots if store is not None else 0)
     capacity_tokens = capacity * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
-    decoder = make_decoder(
-        weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
-        limits.max_rows, threads,
-    )  # fmt: skip
+    device, host = _arenas(slots, host_slots, layout, backend)
+    decoder = _decoder(backend, weights, layout, cos, sin, limits.max_rows, hooks)
     resources.callback(decoder.close)
-    weights.attach(decoder)
+    host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
     facts = _facts(manifest, context, capacity_tokens)
@@ -156,8 +165,6 @@ def _build(
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
 
-    device = _arena("device", slots, layout)
-    host = _arena("host", host_slots, layout)
     pager = Pager(
         layout_record_bytes=layout.record_bytes,
         page_tokens=layout.page_tokens,
@@ -171,8 +178,11 @@ def _build(
     )
     resources.callback(pager.close)
     hooks.progress("store", 1, 1)
-    staging = Staging(store, mover, layout.num_layers, layout.layer_bytes) if store is not None else None
-    runner = Runner(decoder, layout, (device.array, host.array), staging, weights=weights)
+    staging = None
+    if store is not None:
+        staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
+    runner = Runner(decoder, layout, (device.memory, host.memory), staging, weights=weights)
+    upkeep.warm(pager)
     prefixes = _keep_rules(config, pager, root)
     streams = Streams(pager, runner, limits, clock, prefixes, Speculate(config.speculate))
     board = StatusBoard(manifest.name, context, streams, pager, clock, weights.statistics)
@@ -181,7 +191,8 @@ def _build(
         max_requests=max_requests,
     )  # fmt: skip
     loops.append(loop)
-    top = TopBoard(streams, pager, prefixes, config.kv_format)
+    foresight = Foresight(config, manifest, threads, context)
+    top = TopBoard(streams, pager, prefixes, config.kv_format, Beside(board.figures, weights, foresight))
     return Engine(
         manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights,
         position_tokens, tuple(notes), resources,
@@ -197,6 +208,7 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int) -> Facts:
         end_ids=frozenset(manifest.eos_ids),
         bos_id=manifest.bos_id,
         add_bos=manifest.add_bos,
+        pooling=Pooling(manifest.pooling),
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 
@@ -228,6 +240,14 @@ def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:
     return Prefixes(pager, stores / root.hex() / PINNED_NAME)
 
 
+def _layout(config: EngineConfig, manifest: Manifest) -> PageLayout:
+    spec = manifest.spec
+    try:
+        return PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, config.kv_format)
+    except ValueError as exc:
+        raise BadConfig(f"{manifest.name}: {exc}", hint="give --kv-format fp16", param="kv_format") from exc
+
+
 def _check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> None:
     """All of it lies in RAM. Asking for more than there is would map, and be killed when the pages fill."""
     weights_bytes = min(config.weights_bytes or 0, manifest.bytes)  # those that nobody bounds may leave it any time
@@ -238,35 +258,51 @@ def _check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) ->
         return
     alone = [name for name, size in sizes.items() if size > total_bytes]
     blamed = alone or list(sizes)
-    asked = " and ".join(f"{name} of {_gigabytes(sizes[name])}" for name in blamed)
+    asked = " and ".join(f"{name} of {human_bytes(sizes[name])}" for name in blamed)
     raise BadConfig(
-        f"{asked} {'is' if len(blamed) == 1 else 'are'} more than this machine's memory of {_gigabytes(total_bytes)}",
+        f"{asked} {'is' if len(blamed) == 1 else 'are'} more than this machine's memory of {human_bytes(total_bytes)}",
         hint=f"give less with {' and '.join(_flag(name) for name in blamed)}, or auto",
         param=blamed[0],
     )
 
 
-def _arena(name: str, slots: int, layout: PageLayout) -> Arena:
+def _decoder(
+    backend: Backend, weights: ModelWeights, layout: PageLayout, cos: Vector, sin: Vector, max_rows: int, hooks: Hooks
+) -> OwnDecoder:
+    """The decoder on what it computes on. Raises BadConfig for what that can't do."""
+    try:
+        return backend.decoder(
+            weights, layout, cos, sin, max_rows, lambda done, total: hooks.progress("kernels", done, total)
+        )
+    except ValueError as exc:
+        raise BadConfig(f"{backend.name} can't run this: {exc}") from exc
+
+
+def _arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) -> tuple[Arena, Arena]:
+    """The arenas of device and host."""
+    record_bytes = layout.record_bytes
+    device = _arena("device", slots, layout, backend.device_block)
+    return device, _arena(
+        "host", host_slots, layout, lambda size, most: backend.host_block(size, most, record_bytes)
+    )
+
+
+def _arena(name: str, slots: int, layout: PageLayout, make_block: Callable[[int, int], Block]) -> Arena:
     """The arena of a tier, with address space to grow. Raises BadConfig if the system has no memory for it."""
     size_bytes = slots * layout.record_bytes
+    most = max(slots, total_memory_bytes() // layout.record_bytes)
     try:
-        return Arena(
-            name, slots, layout.record_bytes, max_slots=max(slots, total_memory_bytes() // layout.record_bytes)
-        )
+        return Arena(name, slots, layout.record_bytes, max_slots=most, make_block=make_block)
     except OSError as exc:
         if exc.errno != errno.ENOMEM:
             raise
         setting = f"{name}_mem"
         raise BadConfig(
-            f"the system refuses {_gigabytes(size_bytes)} of memory for {setting}; this machine has "
-            f"{_gigabytes(total_memory_bytes())}",
+            f"the system refuses {human_bytes(size_bytes)} of memory for {setting}; this machine has "
+            f"{human_bytes(total_memory_bytes())}",
             hint=f"give less with {_flag(setting)}, or auto; a limit (ulimit -v) may be lower",
             param=setting,
         ) from exc
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
 
 
 def _flag(setting: str) -> str:
@@ -282,9 +318,13 @@ def _context(wanted: int, manifest: Manifest) -> int:
     return wanted
 
 
-def _namespace(manifest: Manifest, layout: PageLayout, frequencies: rope.Frequencies) -> str:
-    """Everything that makes pages comparable. Content of weights, tokenizer and template are in the model's digest."""
-    return f"tierd {KV_VERSION} {manifest.digest} {layout.describe()} {frequencies.describe()}"
+def _namespace(manifest: Manifest, layout: PageLayout, frequencies: rope.Frequencies, backend: Backend) -> str:
+    """Everything that makes pages comparable. Content of weights, tokenizer and template are in the model's digest.
+
+    Two backends round differently: a sequence that began on one would not go on as it began.
+    """
+    where = "" if isinstance(backend, CpuBackend) else " card"
+    return f"tierd {KV_VERSION} {manifest.digest} {layout.describe()} {frequencies.describe()}{where}"
 
 
 def _special(manifest: Manifest, vocabulary: Vocabulary) -> dict[str, str]:

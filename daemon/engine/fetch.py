@@ -1,10 +1,12 @@
-"""When a request whose pages are on their way begins to compute: the figures behind `loading.choose`."""
+"""When a request whose pages are on their way begins to compute: the figures behind `loading.choose`. And what it is
+told when none are on their way."""
 
 from __future__ import annotations
 
 from tierd.daemon.engine import loading
 from tierd.daemon.engine.loading import Choice, Progress
 from tierd.daemon.engine.request import Request
+from tierd.daemon.errors import EngineFailed, OutOfSpace, TierdError
 from tierd.tiers.lease import Lease
 from tierd.tiers.links import Link
 from tierd.tiers.pager import Pager
@@ -14,7 +16,9 @@ def may_compute(pager: Pager, request: Request, lease: Lease, now_s: float) -> b
     """Whether to compute what is absent by now. Starts no more loads where computing is much sooner."""
     if lease.ready or not pager.promoter.is_coming(lease):
         return True
-    choice = loading.choose(progress(pager, request, lease, now_s))
+    found = progress(pager, request, lease, now_s)
+    choice = loading.choose(found)
+    request.guessed_row_s = pager.residency.cost.token_s if loading.is_guess(found) else 0.0
     if choice is Choice.COMPUTE:
         pager.promoter.stop_loading(lease)
     return choice is not Choice.WAIT
@@ -31,3 +35,19 @@ def progress(pager: Pager, request: Request, lease: Lease, now_s: float) -> Prog
         link_bytes_per_s=pager.mover.statistics()[Link.DISK_READ].bytes_per_s,
         compute_s=sum(cost.seconds(size, place * size) for place in lease.absent),
     )
+
+
+def no_room(pager: Pager, tokens: int) -> OutOfSpace:
+    """The error of a sequence that can't become so long."""
+    return OutOfSpace(
+        f"{tokens} tokens do not fit the {pager.capacity_pages} pages that all tiers hold together",
+        hint="give tierd more memory with --device-mem, --host-mem or --nvme-mem",
+    )
+
+
+def stuck(pager: Pager, tokens: int) -> TierdError:
+    """The error of a request that gets no page for so many tokens, and waits for nothing that would bring one."""
+    if (dead := pager.mover.dead) is not None:
+        what = f"there is no page for its next token, and none can be moved any more: {dead}"
+        return EngineFailed(what, hint="`tierd unload` the model: the next request loads it anew")
+    return no_room(pager, tokens)

@@ -6,29 +6,35 @@ thread of its own; the result is kept for the next request with the same grammar
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tierd.daemon.engine import guide_check
+from tierd.daemon.engine.fair import Fair
 from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.errors import BadRequest, Unsupported
 
 log = logging.getLogger(__name__)
 
 MAX_COMPILED = 32  # grammars kept; one is some hundred kB, at its limits some tens of MB
-# Of the step loop with one stream, for masks that are not ready when the logits are. They nearly always are.
+# Of the step loop with one stream, while a mask of that stream is computed and was not ready when the logits were. They
+# nearly always are.
 PATIENCE_S = 2.0
 PATIENCE_PER_TOKEN_S = 0.005
+MAX_WAIT_S = 20.0  # for one mask, whatever is computed before it: the compiler's limits end each of those sooner
+MAX_ENDED = 1024  # more than streams
 
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -96,18 +102,20 @@ class Guides:
         self._end_ids = sorted(end_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: Fair[bytes, LLMatcher] = Fair(MAX_COMPILED)
         # Owners hear of their failures through futures. One thread each: a grammar that takes seconds holds up other
         # new grammars, and no mask.
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._masks = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._masks = Masks()
 
-    def compile(self, grammar: str, param: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar. Raises BadRequest that names `param` when it is none."""
-        key = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+    def compile(self, grammar: str, param: str, tenant: bytes = b"", salt: bytes = b"") -> LLMatcher:
+        """A matcher at the beginning of a grammar. Raises BadRequest that names `param` when it is none.
+
+        One that others with another salt have compiled is compiled once more: the time it takes must not tell of it.
+        """
+        key = hashlib.blake2b(hashlib.sha256(salt).digest() + grammar.encode(), digest_size=16).digest()
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
-                self._compiled.move_to_end(key)
                 return known
         if not self._end_ids:
             raise Unsupported(f"this model names no end token, which {param} needs", param=param)
@@ -116,22 +124,22 @@ class Guides:
         if matcher.is_error():
             raise BadRequest(f"{param}: {matcher.get_error()[: guide_check.MAX_SAID_CHARS]}", param=param)
         with self._lock:
-            self._compiled[key] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._compiled.put(key, matcher, tenant)
         return matcher
 
-    def guide(self, grammar: str, param: str, said: Sequence[int] = ()) -> Guide:
+    def guide(
+        self, grammar: str, param: str, said: Sequence[int] = (), *, tenant: bytes = b"", salt: bytes = b""
+    ) -> Guide:
         """A guide for one stream that has said these tokens. Raises BadRequest."""
-        matcher = self.compile(grammar, param).deep_copy()
+        matcher = self.compile(grammar, param, tenant, salt).deep_copy()
         if said and not matcher.consume_tokens(list(said)):
             raise BadRequest(f"the answer so far does not fit {param}", param="resume")
-        return Guide(matcher, self._size, self._end_ids, self._masks.submit)
+        return Guide(matcher, self._size, self._end_ids, self._masks)
 
     def close(self) -> None:
         """End the threads."""
-        for pool in (self.compiler, self._masks):
-            pool.shutdown(wait=True, cancel_futures=True)
+        self.compiler.shutdown(wait=True, cancel_futures=True)
+        self._masks.close()
 
     def _tokens(self) -> LLTokenizer:
         with self._lock:
@@ -143,44 +151,94 @@ class Guides:
             return self._tokenizer
 
 
-class Guide:
-    """The grammar of one stream, at the place where the stream is. `begin` runs a function on another thread.
+@dataclass(slots=True)
+class Patience:
+    """Seconds that others may still wait for the masks of one stream."""
 
-    Threading: one owner. Only the other thread uses the matcher, and does one thing after the other.
+    left_s: float = PATIENCE_S
+
+
+class Masks:
+    """The thread on which the masks of all streams are computed, one after the other. `close` ends it.
+
+    A wait is put down to the streams whose masks were computed meanwhile, whosever mask was waited for: one that is
+    much work does not use up the patience with those behind it. Threading: `begin` any thread, `wait` one.
     """
 
-    def __init__(
-        self,
-        matcher: LLMatcher,
-        size: int,
-        end_ids: Sequence[int],
-        begin: Callable[[Callable[[], Mask]], Future[Mask]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._clock = clock
+        self._running: tuple[Patience, float] | None = None  # whose mask is computed, and since when
+        # Computed, and when; emptied by every wait. What ended before it costs nobody anything.
+        self._ended: deque[tuple[Patience, float, float]] = deque(maxlen=MAX_ENDED)
+
+    def begin(self, whose: Patience, work: Callable[[], Mask]) -> Future[Mask]:
+        """Compute a mask of a stream."""
+        return self._pool.submit(self._compute, whose, work)
+
+    def _compute(self, whose: Patience, work: Callable[[], Mask]) -> Mask:
+        begun_s = self._clock()
+        self._running = (whose, begun_s)
+        try:
+            return work()
+        finally:
+            self._running = None
+            self._ended.append((whose, begun_s, self._clock()))
+
+    def wait(self, whose: Patience, mask: Future[Mask]) -> Mask:
+        """A mask that was begun. Raises TimeoutError when the stream's own computing has used up its patience."""
+        since_s = self._clock()
+        try:
+            while whose.left_s > 0.0:
+                running = self._running
+                own_s = self._clock() - max(running[1], since_s) if running and running[0] is whose else 0.0
+                if own_s >= whose.left_s or self._clock() - since_s >= MAX_WAIT_S:
+                    break
+                with contextlib.suppress(TimeoutError):
+                    return mask.result(whose.left_s - own_s)
+            raise TimeoutError
+        finally:
+            self._charge(since_s)
+            whose.left_s += PATIENCE_PER_TOKEN_S
+
+    def _charge(self, since_s: float) -> None:
+        for _ in range(len(self._ended)):
+            whose, begun_s, ended_s = self._ended.popleft()
+            whose.left_s -= max(ended_s - max(begun_s, since_s), 0.0)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Guide:
+    """The grammar of one stream, at the place where the stream is.
+
+    Threading: one owner. Only the thread of `masks` uses the matcher.
+    """
+
+    def __init__(self, matcher: LLMatcher, size: int, end_ids: Sequence[int], masks: Masks) -> None:
         self._matcher = matcher
         self._size = size
         self._end_ids = list(end_ids)
-        self._begin = begin
-        self._clock = clock
-        self._patience_s = PATIENCE_S
-        self._next = begin(self._mask)
+        self._masks = masks
+        self._patience = Patience()
+        self._next = masks.begin(self._patience, self._mask)
 
     def masked(self, logits: Floats) -> Floats:  # [vocab] -> [vocab]
         """The logits with all tokens ruled out that cannot come next.
 
         Raises BadRequest when the grammar is too much work: the others' streams wait meanwhile.
         """
-        started_s = self._clock()
         try:
-            allowed = self._next.result(self._patience_s)
+            allowed = self._masks.wait(self._patience, self._next)
         except TimeoutError:
             raise self._failure("took too long") from None
-        self._patience_s += PATIENCE_PER_TOKEN_S - (self._clock() - started_s)
         return np.where(allowed[: logits.size], logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
         """Go on behind a token that was drawn."""
-        self._next = self._begin(lambda: self._advance(token))
+        self._next = self._masks.begin(self._patience, lambda: self._advance(token))
 
     def _advance(self, token: int) -> Mask:
         if not self._matcher.consume_token(token):

@@ -15,10 +15,9 @@ from llguidance import regex_to_lark
 from tierd.daemon.engine.answer import CONTROL
 from tierd.daemon.engine.tool_formats import Dialect, Style
 from tierd.daemon.errors import BadRequest, Unsupported
+from tierd.daemon.generation import MAX_FORMAT_CHARS, MAX_TOOLS
 from tierd.daemon.protocol import Format, Submit, Tool
 
-MAX_SOURCE_CHARS = 256 << 10
-MAX_TOOLS = 256
 MAX_CALLS = 16  # in one forced answer: a small model that must call may not know how to end
 # White space between JSON tokens as Python writes it. Free white space is the way in which a small model never ends.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -55,19 +54,16 @@ def grammar_of(submit: Submit, dialect: Dialect, added: Mapping[str, int], *, th
 
 
 def chosen(submit: Submit) -> list[Tool]:
-    """The tools that may be called. Raises BadRequest when one is chosen that is not there."""
+    """The tools that may be called. The front has checked them, and the choice (`daemon.limits`)."""
     choice = submit.tool_choice
     if choice == "none":
         return []
-    if choice not in ("auto", "required") and not choice.startswith(_FUNCTION):
-        raise BadRequest("tool_choice must be auto, none, required or function:NAME", param="tool_choice")
-    if len(submit.tools) > MAX_TOOLS:
-        raise BadRequest(f"{len(submit.tools)} tools, at most {MAX_TOOLS} are allowed", param="tools")
+    assert choice in ("auto", "required") or choice.startswith(_FUNCTION), choice[:64]
+    assert len(submit.tools) <= MAX_TOOLS, len(submit.tools)
     tools = list(submit.tools)
     if choice.startswith(_FUNCTION):
         tools = [tool for tool in tools if tool.name == choice.removeprefix(_FUNCTION)]
-    if choice != "auto" and not tools:
-        raise BadRequest("tool_choice asks for a tool that is not among tools", param="tool_choice")
+    assert choice == "auto" or tools, "no tool of this choice"
     return tools
 
 
@@ -83,8 +79,7 @@ class _Main:
 
     def answer(self, form: Format) -> str:
         """A rule for an answer of the form."""
-        if len(form.source) > MAX_SOURCE_CHARS:
-            raise BadRequest(f"{form.kind} of more than {MAX_SOURCE_CHARS} characters", param="format")
+        assert len(form.source) <= MAX_FORMAT_CHARS[form.kind], (form.kind, len(form.source))  # checked by the front
         match form.kind:
             case "json_object":
                 rule = self._json({"type": "object"}, "format", strict=True)

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -17,12 +17,13 @@ from tierd.daemon.engine import beams, turns
 from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.beams import Beams
 from tierd.daemon.engine.chat import ChatTemplate, Prompt
+from tierd.daemon.engine.embed import EmbedArgs, Embedding, Pooling
 from tierd.daemon.engine.fill_in import fill_in
 from tierd.daemon.engine.guide import Guides
 from tierd.daemon.engine.guide_grammar import chosen, grammar_of
 from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.request import Request, Times
-from tierd.daemon.engine.sampler import Sampler, settle
+from tierd.daemon.engine.sampler import Params, Sampler, settle
 from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.tool_formats import Dialect
 from tierd.daemon.engine.turns import Turn, Turns
@@ -43,6 +44,7 @@ class Facts:
     bos_id: int | None
     add_bos: bool
     sampling: Mapping[str, float]  # the model's own defaults
+    pooling: Pooling = Pooling.MEAN  # what the model makes embeddings of
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.context, self.capacity_tokens) < 1:
@@ -93,7 +95,7 @@ class Intake:
     def compile(self, submit: Submit) -> None:
         """Make ready what an answer is held to, which may take seconds. Raises BadRequest."""
         if (grammar := self._grammar(submit)) is not None:
-            self.guides.compile(grammar, _held_by(submit))
+            self.guides.compile(grammar, _held_by(submit), submit.tenant.encode(), _salt(submit))
 
     def needs_compiling(self, submit: Submit) -> bool:
         """Whether `compile` has anything to do."""
@@ -106,7 +108,7 @@ class Intake:
     def request(self, request_id: int, submit: Submit, arrived_s: float) -> Request:
         """A request ready to be queued. `arrived_s`: on the step loop's clock."""
         sampling, facts = submit.sampling, self.facts
-        salt = submit.tenant.encode() + (b"\0" + submit.salt.encode() if submit.salt else b"")
+        tenant, salt = submit.tenant.encode(), _salt(submit)
         grammar = self._grammar(submit)
         if grammar is not None and submit.beam_width:
             raise Unsupported("beam search is for free answers", hint="leave beam_width out", param="beam_width")
@@ -119,12 +121,14 @@ class Intake:
             raise BadRequest("the prompt is empty", hint="send at least one token", param="prompt")
         # Of a resumed request the answer so far counts as answer: it may fill the context, the prompt may not.
         if len(prompt) >= limit:
-            raise self._too_long(len(prompt), limit, submit.ctx)
+            raise self._too_long(len(prompt), limit, submit)
         self._check_ids(submit.resume, "resume")
         self._check_ids(tuple(sampling.logit_bias), "sampling.logit_bias")
         params = settle(self._without_calls(submit), facts.sampling, secrets.randbits(63))
         wanted = limit if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
-        guide = self.guides.guide(grammar, _held_by(submit), submit.resume) if grammar is not None else None
+        guide = None
+        if grammar is not None:
+            guide = self.guides.guide(grammar, _held_by(submit), submit.resume, tenant=tenant, salt=salt)
         return Request(
             id=request_id,
             serial=next(self._serials),
@@ -138,12 +142,43 @@ class Intake:
             stream=self._stream(submit, found),
             times=Times(arrived_s),
             resumed=len(submit.resume),
-            tenant=submit.tenant.encode(),
+            tenant=tenant,
             quota_pages=submit.quota_pages,
             logprobs=None if submit.logprobs is None else Logprobs(self._vocabulary, submit.logprobs),
             beams=self._beams(submit),
             keep=self._keep(submit, found, salt),
-            remember=None if submit.messages is None else self._memory(submit.messages, submit.tools, salt, found.tail),
+            remember=None
+            if submit.messages is None or submit.before
+            else self._memory(submit, submit.messages, salt, found.tail),
+            tell_prompt=submit.tell_prompt,
+        )
+
+    def embedding(self, request_id: int, given: str | Sequence[int], args: EmbedArgs, arrived_s: float) -> Request:
+        """A request for the vector of a text, or of tokens. The context may be full to its end: nothing is drawn."""
+        submit = Submit("", prompt=given) if isinstance(given, str) else Submit("", tokens=tuple(given))
+        tokens, limit = self._prompt(submit, b"").tokens, self._limit(None)
+        if not tokens:
+            raise BadRequest("it is empty", hint="send at least one token")
+        if len(tokens) > limit and not args.truncate:
+            raise ContextLengthExceeded(
+                f"it has {len(tokens)} tokens, at most {limit} are possible", hint="it is too long: shorten it"
+            )
+        tokens = tokens[:limit]
+        return Request(
+            id=request_id,
+            serial=next(self._serials),
+            priority=args.priority,
+            salt=args.tenant.encode(),
+            prompt_tokens=len(tokens),
+            tokens=tokens,
+            max_total_tokens=len(tokens) + 1,  # never reached
+            end_ids=frozenset(),
+            sampler=Sampler(Params(), self.facts.vocab, ()),
+            stream=AnswerStream(self._vocabulary),
+            times=Times(arrived_s),
+            tenant=args.tenant.encode(),
+            quota_pages=args.quota_pages,
+            embedding=Embedding(self.facts.pooling),
         )
 
     def _prompt(self, submit: Submit, salt: bytes) -> Prompt:
@@ -153,7 +188,9 @@ class Intake:
         if submit.suffix is not None and submit.prompt is None:
             raise BadRequest("suffix goes with prompt", param="suffix")
         if submit.messages is not None:
-            return self._chat(submit, submit.messages, salt)
+            found = self._chat(submit, submit.messages, salt)
+            self._check_ids(submit.before, "before")
+            return replace(found, tokens=[*submit.before, *found.tokens])
         if submit.tools:
             raise BadRequest("tools go with messages", param="tools")
         if submit.tokens is not None:
@@ -200,10 +237,10 @@ class Intake:
         return known
 
     def _memory(
-        self, messages: Sequence[Message], tools: Sequence[Tool], salt: bytes, tail: str
+        self, submit: Submit, messages: Sequence[Message], salt: bytes, tail: str
     ) -> Callable[[Request], None]:
         """Remembers the turn of a request that has ended well. It runs on the step thread."""
-        digest = turns.start(salt, tools)
+        digest, tenant = turns.start(salt, submit.tools), submit.tenant.encode()
         for message in messages:
             digest = turns.after(digest, message)
 
@@ -216,7 +253,7 @@ class Intake:
                 return  # what stands behind a stop string was never told
             calls = tuple(ToolCall(call["id"], call["name"], call["arguments"]) for call in told.calls)
             answer = Message("assistant", told.text, tool_calls=calls)
-            self.turns.put(turns.after(digest, answer), Turn(tuple(said), tail, bool(told.thinking)))
+            self.turns.put(turns.after(digest, answer), Turn(tuple(said), tail, bool(told.thinking)), tenant)
 
         return remember
 
@@ -285,25 +322,28 @@ class Intake:
             raise BadRequest("ctx must hold at least a token of prompt and one of answer", param="ctx")
         return min(ctx or self.facts.context, self.facts.capacity_tokens)
 
-    def _too_long(self, used: int, limit: int, ctx: int | None) -> ContextLengthExceeded:
-        if limit < (ctx or self.facts.context):
+    def _too_long(self, used: int, limit: int, submit: Submit) -> ContextLengthExceeded:
+        param = "prompt" if submit.messages is None else "messages"
+        what = f"the prompt is too long: {used} tokens"  # words by which clients know what to do
+        if limit < (submit.ctx or self.facts.context):
             return ContextLengthExceeded(
-                f"the prompt has {used} tokens; the memory given to tierd holds {limit} of one sequence, "
-                "the answer included",
-                hint="the prompt is too long: give more memory with --device-mem, --host-mem or --nvme-mem, "
-                "or shorten it",
-                param="prompt",
+                f"{what}; the memory given to tierd holds {limit} of one sequence, the answer included",
+                hint="shorten it, or give more memory with --device-mem, --host-mem or --nvme-mem",
+                param=param,
             )
         return ContextLengthExceeded(
-            f"the prompt has {used} tokens; the context holds {limit}, the answer included",
-            hint="the prompt is too long: shorten it",  # words by which clients know what to do
-            param="prompt",
+            f"{what}; the context holds {limit}, the answer included", hint="shorten it", param=param
         )
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:
         for token in ids:
             if not 0 <= token < self.facts.vocab:
                 raise BadRequest(f"{name}: no token {token}, the vocabulary ends at {self.facts.vocab - 1}", param=name)
+
+
+def _salt(submit: Submit) -> bytes:
+    """What pages, turns and grammars are told apart by: nobody finds those of another tenant."""
+    return submit.tenant.encode() + (b"\0" + submit.salt.encode() if submit.salt else b"")
 
 
 def _held_by(submit: Submit) -> str:

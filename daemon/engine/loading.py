@@ -8,7 +8,9 @@ much slower, reading only takes memory bandwidth from the model. In between both
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from tierd.daemon.engine.scheduler import SHARED_PREFILL_ROWS
 
 # Loading is left alone while it is this much faster than computing what it brings.
 FASTER = 4.0
@@ -47,6 +49,27 @@ def choose(progress: Progress) -> Choice:
     if load_s * FASTER <= progress.compute_s:
         return Choice.WAIT
     return Choice.BOTH if load_s <= progress.compute_s * SLOWER else Choice.COMPUTE
+
+
+def is_guess(progress: Progress) -> bool:
+    """Whether only what these loads have shown so far speaks against waiting: they may just have begun slowly."""
+    return choose(replace(progress, elapsed_s=0.0)) is Choice.WAIT
+
+
+def rows_meanwhile(waited_s: float, row_s: float, page_tokens: int) -> int:
+    """Rows that a step may compute while pages come from the other end.
+
+    On a guess it takes no longer than was waited before: who guessed wrong loses that once more, and not the time of a
+    long step; who guessed right is at long steps soon, for the time doubles.
+
+    Args:
+        waited_s: since the loads began.
+        row_s: seconds of a row, when it is a guess; 0: it is known that computing helps.
+    """
+    if not row_s:
+        return SHARED_PREFILL_ROWS
+    rows = int(min(waited_s / row_s, SHARED_PREFILL_ROWS))
+    return max(rows - rows % page_tokens, page_tokens)
 
 
 def _bytes_per_s(progress: Progress) -> float:

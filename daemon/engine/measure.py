@@ -9,7 +9,6 @@ request comes as JSON on the standard input, progress goes to the standard error
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tierd.daemon.plan import rates
+from tierd.daemon.plan.disk import probe_disk
 from tierd.kernels.cpu.cache import cache_directory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def measure(request: Request, tell: Callable[[str], object]) -> rates.Measured:
     loop = fallback.loop
     with tempfile.TemporaryDirectory(prefix="measure-", dir=cache_dir) as work:
         tell("the disk")
-        disk = tuple(disk_rate(Path(work) / "disk", size) for size in DISK_SIZES)
+        disk = tuple(probe_disk(Path(work), size, DISK_BYTES, MAX_DISK_S).rate for size in DISK_SIZES)
         from tierd.daemon.engine import measure_decoder as decoder  # the kernels: compiled at the first use
 
         for format in request.formats:
@@ -103,43 +103,6 @@ def _streaming_rig(request: Request) -> contextlib.AbstractContextManager[Rig]:
     from tierd.daemon.engine.measure_decoder import random_rig
 
     return random_rig(FORMATS[0], request.threads, request.kv_format)
-
-
-def disk_rate(path: Path, request_bytes: int) -> rates.DiskRate:
-    """Writes a file and reads it, with O_DIRECT where there is such a thing; one request at a time, one thread.
-
-    The store has several reads in flight and is faster than this: `Streaming` measures that. This tells a slow disk.
-    """
-    buffer = mmap.mmap(-1, request_bytes)  # on a page boundary, as O_DIRECT wants
-    buffer.write(os.urandom(request_bytes))
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
-    except OSError:
-        fd = os.open(path, flags, 0o600)
-    try:
-        count = max(DISK_BYTES // request_bytes, 1)
-        written, write_s = _timed(count, lambda i: os.pwritev(fd, [buffer], i * request_bytes))
-        start_s = time.monotonic()
-        os.fdatasync(fd)
-        write_s += time.monotonic() - start_s
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system without O_DIRECT
-        read, read_s = _timed(written, lambda i: os.preadv(fd, [buffer], i * request_bytes))
-    finally:
-        os.close(fd)
-        os.unlink(path)
-        buffer.close()
-    return rates.DiskRate(request_bytes, read * request_bytes / read_s, written * request_bytes / write_s)
-
-
-def _timed(count: int, call: Callable[[int], object]) -> tuple[int, float]:
-    """How many of `count` calls were made before the time was up, and the seconds that they took."""
-    start_s = time.monotonic()
-    for index in range(count):
-        call(index)
-        if (seconds := time.monotonic() - start_s) > MAX_DISK_S:
-            return index + 1, seconds
-    return count, max(time.monotonic() - start_s, 1e-9)
 
 
 if __name__ == "__main__":

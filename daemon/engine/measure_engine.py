@@ -48,7 +48,7 @@ def model_rates(directory: Path, request: Request) -> tuple[str, Compute]:
     with model_rig(directory, request.threads, request.kv_format) as rig:
         found = measure_decoder.compute_rates(rig, request.rounds)
     alone, many = dict(found.attend_s), dict(found.attend_many_s)
-    for format in ("fp32", "fp16"):
+    for format in ("fp32", "fp16", "k8v4"):
         if format not in alone:
             with model_rig(directory, request.threads, format) as rig:
                 alone[format], many[format] = measure_decoder.attention_rates(rig, request.rounds)

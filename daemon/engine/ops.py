@@ -12,17 +12,20 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from tierd.daemon.engine import tend
 from tierd.daemon.engine.assemble import Engine
+from tierd.daemon.engine.embed import Embedder
 from tierd.daemon.errors import BadRequest, Draining, Loading, TierdError, TooBusy, Unsupported, to_wire
 from tierd.daemon.protocol import TERMINAL, Event, Message, Request, Submit, Tool, Usage, to_submit
 from tierd.tiers.pager import Pager
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_CALLS = 64  # simple operations in progress
 VERIFY_TIMEOUT_S = 600.0
@@ -34,9 +37,13 @@ class Ops:
     """Threading: event loop only, apart from `ended`."""
 
     def __init__(
-        self, send: Callable[[Event], None], stop: Callable[[], None], tokenizer: ThreadPoolExecutor, max_requests: int
-    ) -> None:
-        """`send` queues an event for the front; `stop` ends the process in order; `close` ends `tokenizer`."""
+        self, send: Callable[[Event], None], stop: Callable[[], None], tokenizer: ThreadPoolExecutor, max_requests: int,
+        embed_places: int = 1,
+    ) -> None:  # fmt: skip
+        """`send` queues an event for the front; `stop` ends the process in order; `close` ends `tokenizer`.
+
+        `embed_places`: prompts whose vectors are wanted that run at once.
+        """
         self._send = send
         self._stop = stop
         self._max_requests = max_requests
@@ -44,7 +51,12 @@ class Ops:
         self._engine: Engine | None = None
         self._draining = False
         self._live: set[int] = set()  # generations without a terminal event
-        self._preparing: dict[int, bool] = {}  # those the step loop has not got yet, and whether they were cancelled
+        self._preparing: dict[int, asyncio.Task[None]] = {}  # of `_live`, those the step loop has not got yet
+        # One request each is on the thread of grammars and on the tokenizer's; the others wait here and not in the
+        # executors, whose queues keep what was cancelled until it is its turn.
+        self._compiling, self._tokenizing = asyncio.Lock(), asyncio.Lock()
+        self._embedder = Embedder(embed_places)
+        self._embedding: dict[int, asyncio.Task[None]] = {}  # operations that can be cancelled
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_s = time.monotonic()
         self._quiet = asyncio.Event()  # set whenever no generation is live
@@ -62,17 +74,21 @@ class Ops:
         self._tokenizer.shutdown(wait=True, cancel_futures=True)
 
     def ended(self, events: list[Event]) -> None:
-        """Note which generations are over. Step thread."""
-        over = [event.id for event in events if event.ev in TERMINAL]
+        """Note what is over. Step thread."""
+        self._embedder.ended(events)
+        over = [event.id for event in events if event.ev in TERMINAL and event.id > 0]
         if over:
-            self._loop.call_soon_threadsafe(self._forget, over)
+            self._loop.call_soon_threadsafe(self._answered, over)
 
-    def _forget(self, ids: list[int]) -> None:
-        self._live.difference_update(ids)
+    def _answered(self, ids: list[int]) -> None:
         if self._engine is not None:
             # Written now: an engine that is killed has lost no turn.
             with contextlib.suppress(RuntimeError):  # the thread has ended: closing the engine writes them
                 self._tokenizer.submit(self._engine.intake.turns.flush)
+        self._forget(ids)
+
+    def _forget(self, ids: list[int]) -> None:
+        self._live.difference_update(ids)
         if not self._live:
             self._quiet.set()
 
@@ -85,18 +101,22 @@ class Ops:
                 self._cancel(request)
             case "status":
                 self._send(Event(request.id, "result", self._status()))
-            case "tokenize" | "flush" | "cache" | "pages" | "top" | "page" | "prefix" | "resize" | "stop":
+            case "embed" | "tokenize" | "flush" | "cache" | "pages" | "top" | "page" | "prefix" | "resize" | "stop":
                 if len(self._tasks) - len(self._preparing) >= MAX_CALLS:
                     self._refuse(request.id, TooBusy(f"{MAX_CALLS} operations are in progress"))
                 else:
-                    self._begin(request.id, self._answer(request))
+                    task = self._begin(request.id, self._answer(request))
+                    if request.op == "embed":
+                        self._embedding[request.id] = task
+                        task.add_done_callback(lambda _: self._embedding.pop(request.id, None))
             case _:
                 self._refuse(request.id, Unsupported(f"the engine has no operation {request.op[:64]!r}"))
 
-    def _begin(self, request_id: int, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, request_id: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"op {request_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _refuse(self, request_id: int, exc: TierdError) -> None:
         self._send(Event(request_id, "refused", dict(to_wire(exc))))
@@ -124,14 +144,12 @@ class Ops:
             return
         self._live.add(request.id)
         self._quiet.clear()
-        self._preparing[request.id] = False
-        self._begin(request.id, self._hand_on(engine, request.id, submit, arrived_s))
+        task = self._begin(request.id, self._hand_on(engine, request.id, submit, arrived_s))
+        self._preparing[request.id] = task
 
     async def _hand_on(self, engine: Engine, request_id: int, submit: Submit, arrived_s: float) -> None:
-        try:
-            event = await self._prepare(engine, request_id, submit, arrived_s)
-        finally:
-            del self._preparing[request_id]
+        event = await self._prepare(engine, request_id, submit, arrived_s)
+        del self._preparing[request_id]  # of one that was cancelled `_abort` has told the end
         if event is not None:
             self._forget([request_id])
             self._send(event)
@@ -141,12 +159,10 @@ class Ops:
         intake = engine.intake
         try:
             if intake.needs_compiling(submit):
-                await self._loop.run_in_executor(intake.guides.compiler, intake.compile, submit)
-            made = await self._loop.run_in_executor(
-                self._tokenizer, engine.intake.request, request_id, submit, arrived_s
+                await self._in_turn(self._compiling, intake.guides.compiler, lambda: intake.compile(submit))
+            made = await self._in_turn(
+                self._tokenizing, self._tokenizer, lambda: intake.request(request_id, submit, arrived_s)
             )
-            if self._preparing[request_id]:
-                return Event(request_id, "aborted", {"usage": Usage(prompt_tokens=made.prompt_tokens)})
             engine.loop.submit(made)
         except TierdError as exc:
             return Event(request_id, "refused", dict(to_wire(exc)))
@@ -155,12 +171,39 @@ class Ops:
             return Event(request_id, "failed", dict(to_wire(exc)))
         return None
 
+    async def _in_turn(self, gate: asyncio.Lock, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs on a thread for one thing at a time.
+
+        Who is cancelled before gives up the place; what runs already is waited for by the next one.
+        """
+        await gate.acquire()
+        running = self._loop.run_in_executor(thread, work)
+
+        def over(done: asyncio.Future[T]) -> None:
+            gate.release()
+            _ = done.cancelled() or done.exception()  # seen, even if nobody waits for it any more
+
+        running.add_done_callback(over)
+        await asyncio.wait((running,))
+        return running.result()
+
+    def _abort(self, request_id: int) -> None:
+        """End a request that is being prepared: at once, whatever still runs for it."""
+        task = self._preparing.pop(request_id)
+        self._tasks.discard(task)  # it counts for nothing any more
+        task.cancel()
+        self._forget([request_id])
+        self._send(Event(request_id, "aborted", {"usage": Usage()}))
+
     def _cancel(self, request: Request) -> None:
         target = request.args.get("target")
         if target in self._preparing:
-            self._preparing[target] = True
+            self._abort(target)
         elif target in self._live and self._engine is not None:
             self._engine.loop.cancel(target)
+        elif isinstance(target, int) and (task := self._embedding.get(target)) is not None:
+            task.cancel()
+            self._send(Event(target, "aborted", {}))
         self._send(Event(request.id, "result", {}))
 
     # -- simple operations -----------------------------------------------------------------------------------------
@@ -169,6 +212,8 @@ class Ops:
         """Run a simple operation; its result or its error is the terminal event."""
         try:
             match request.op:
+                case "embed":
+                    data = await self._embed(request.args)
                 case "tokenize":
                     data = await self._tokenize(request.args)
                 case "flush":
@@ -198,6 +243,12 @@ class Ops:
         self._send(Event(request.id, "result", data))
         if request.op == "stop":
             self._stop()
+
+    async def _embed(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        if self._draining:
+            raise Draining("the engine is stopping")
+        engine = self._up()
+        return await self._embedder.embed(engine.intake, engine.loop, self._tokenizer, args)
 
     async def _tokenize(self, args: Mapping[str, Any]) -> dict[str, Any]:
         engine = self._up()
@@ -246,6 +297,8 @@ class Ops:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._quiet.wait()
+        for request_id in list(self._preparing):
+            self._abort(request_id)
         for request_id in self._live:
             self._engine.loop.cancel(request_id)
         left_s = max(deadline_s - time.monotonic(), FINAL_FLUSH_S)
@@ -254,8 +307,7 @@ class Ops:
     def _status(self) -> dict[str, Any]:
         if self._engine is None:
             return {"state": "loading", "uptime_s": round(time.monotonic() - self._started_s, 3)}
-        status: dict[str, Any] = msgspec.to_builtins(self._engine.board.latest)
-        return status
+        return self._engine.board.told()
 
 
 def _timeout_s(args: Mapping[str, Any]) -> float:
@@ -268,7 +320,7 @@ def _timeout_s(args: Mapping[str, Any]) -> float:
 
 def _on_disk(pager: Pager) -> tuple[int, int]:
     """Pages in the store, and the bytes that its files take."""
-    if pager.store is None:
+    if pager.store is None or pager.writeback.off_reason:  # what one that is off held last is neither read nor there
         return 0, 0
     found = pager.store.statistics()
     return found.used_slots, found.disk_bytes

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 
 from tierd.daemon.engine.answer import Said
 from tierd.daemon.engine.request import Finish, Request
-from tierd.daemon.protocol import Event
+from tierd.daemon.engine.scheduler import Phase
+from tierd.daemon.protocol import PROMPT, Event
 
 # An event costs io thread, front and client a millisecond together, a tenth of a decode step on two cores that have to
 # compute as well. 20 pieces of text a second look as smooth as 100.
 TELL_EVERY_S = 0.05
+# A person who waits for a long prompt wants to see that it goes on; prompts that take less say nothing.
+PROGRESS_EVERY_S = 0.5
 
 
 class Outbox:
@@ -35,11 +38,13 @@ class Outbox:
         self._events.append(Event(request.id, "accepted", data))
 
     def due(self, requests: Iterable[Request], now_s: float) -> None:
-        """Text: the first of a stream at once, more of it when it had none for a while."""
+        """Text: the first of a stream at once, more of it when it had none for a while. Before it, how far it is."""
         for request in requests:
             if request.said and now_s - request.told_s >= TELL_EVERY_S:
                 request.told_s = now_s
                 self._text(request)
+            elif request.phase is Phase.PREFILL and request.accepted and not request.generated:
+                self._progress(request, now_s)
 
     def done(self, request: Request, finish: Finish) -> None:
         """The end of an answer that is complete. The client gets all of its tokens, with text or without."""
@@ -48,6 +53,10 @@ class Outbox:
             data["stop"] = request.stream.stop
         if request.logprobs is not None:
             data["logprob_sum"] = request.logprobs.total
+        if request.embedding is not None:
+            data["embedding"] = request.embedding.vector()
+        if request.tell_prompt:
+            data["prompt"] = request.tokens[: request.prompt_tokens]
         if request.unsent or request.said:
             self._text(request)
         self._events.append(Event(request.id, "done", data))
@@ -78,6 +87,12 @@ class Outbox:
         if request.said:
             self._text(request)
         self._events.append(Event(request.id, event, dict(data)))
+
+    def _progress(self, request: Request, now_s: float) -> None:
+        if now_s - max(request.progress_s, request.times.admitted_s) >= PROGRESS_EVERY_S:
+            request.progress_s = now_s
+            data = {"stage": PROMPT, "done": request.computed, "total": request.prompt_tokens}
+            self._events.append(Event(request.id, "progress", data))
 
     def _text(self, request: Request) -> None:
         # Tokens travel with the text they made, so that whoever resumes holds exactly the tokens of its text.

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tierd.daemon.engine.page_maps import DiskSketch
 from tierd.tiers.keys import TOKEN_BYTES
 from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
@@ -36,14 +37,15 @@ class PrefixTree:
 class TreeWalk:
     """One walk over all pages. What changes during it may be missed; the next walk sees it. Step thread only."""
 
-    def __init__(self, pager: Pager, prefixes: Prefixes) -> None:
+    def __init__(self, pager: Pager, prefixes: Prefixes, disk: DiskSketch) -> None:
         self._runs = prefixes.runs()
         self._record_bytes = pager.device.record_bytes
         self._page_tokens = pager.page_tokens
         self._head_pages = -(-PREVIEW_TOKENS // pager.page_tokens)
         self._rows: list[Row] = []
-        self._slots: tuple[list[int], list[int]] = ([], [])  # of the device, of the host
-        self._places: tuple[list[int], list[int]] = ([], [])  # of the rows that the pages in them belong to
+        self._disk = disk
+        self._slots: tuple[list[int], list[int], list[int]] = ([], [], [])  # by tier
+        self._places: tuple[list[int], list[int], list[int]] = ([], [], [])  # of the rows that their pages belong to
 
     def go_on(self, clock: Callable[[], float], slice_s: float) -> bool:
         """Walks on for about so long. True when all was seen."""
@@ -54,8 +56,8 @@ class TreeWalk:
                 return False
         return True
 
-    def result(self, version: int) -> tuple[PrefixTree, tuple[tuple[Slots, Numbers], tuple[Slots, Numbers]]]:
-        """The tree; and by arena, slots with 1 + the place of the row that their page belongs to."""
+    def result(self, version: int) -> tuple[PrefixTree, list[tuple[Slots, Numbers]]]:
+        """The tree; and by tier, slots with 1 + the place of the row that their page belongs to."""
         kept = _newest(self._rows)
         numbers = np.full(len(self._rows), BEYOND, np.uint16)
         numbers[kept] = np.arange(1, len(kept) + 1)
@@ -63,15 +65,20 @@ class TreeWalk:
             (row[0], int(numbers[row[1]]) - 1 if row[1] >= 0 else -1, *row[2:])
             for row in (self._rows[place] for place in kept)
         )
-        device, host = (
+        by_tier = [
             (np.array(slots, np.int64), numbers[places] if places else np.empty(0, np.uint16))
             for slots, places in zip(self._slots, self._places, strict=True)
-        )
-        return PrefixTree(version, rows, len(self._rows)), (device, host)
+        ]
+        return PrefixTree(version, rows, len(self._rows)), by_tier
 
     def _add(self, run: Run) -> None:
         nodes, last = run.nodes, run.nodes[-1]
-        found = ([node.device for node in nodes if node.device >= 0], [node.host for node in nodes if node.host >= 0])
+        slot_of = self._disk.slot_of
+        found = (
+            [node.device for node in nodes if node.device >= 0],
+            [node.host for node in nodes if node.host >= 0],
+            [place for node in nodes if node.durable and (place := slot_of(node)) >= 0],
+        )
         for slots, places, held in zip(self._slots, self._places, found, strict=True):
             slots += held
             places += [len(self._rows)] * len(held)

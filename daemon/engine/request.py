@@ -15,9 +15,12 @@ from dataclasses import dataclass, field, replace
 from tierd.daemon.engine.answer import Said
 from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.beams import Beams
+from tierd.daemon.engine.embed import Embedding
+from tierd.daemon.engine.loading import rows_meanwhile
 from tierd.daemon.engine.logprobs import Logprobs
+from tierd.daemon.engine.pace import Pace
 from tierd.daemon.engine.sampler import Sampler
-from tierd.daemon.engine.scheduler import SHARED_PREFILL_ROWS, Phase, Stream
+from tierd.daemon.engine.scheduler import Phase, Stream
 from tierd.daemon.engine.speculate import Draft
 from tierd.daemon.protocol import Timings, Usage
 from tierd.tiers.lease import Lease
@@ -62,6 +65,7 @@ class Totals:
     drafted_tokens: int = 0  # computed
     right_drafts: int = 0  # of those, drawn
     lost_steps: int = 0  # void, because streamed pages could not be read
+    pace: Pace = field(default_factory=Pace)
 
 
 @dataclass(slots=True)
@@ -84,6 +88,7 @@ class Request:
     computed: int = 0  # the next row to compute: keys and values of all tokens before it stand in the lease's pages
     fetched_s: float = 0.0  # when the pages of this lease began to load
     fetched_pages: int = 0  # how many
+    guessed_row_s: float = 0.0  # of a row, where computing beside the loads is a guess; 0: it is known to help
     settled: bool = False  # what the lease spares is booked
     farthest: int = 0  # rows that it has computed itself at any time are before this one
     keys: list[PageKey] = field(default_factory=list)  # of the pages that its tokens fill, until they are computed
@@ -93,20 +98,28 @@ class Request:
     unsent: list[int] = field(default_factory=list)  # tokens that the client has not got
     said: Said = field(default_factory=Said)  # what they say; that of the newest may be held back by `stream`
     told_s: float = float("-inf")  # when the client last got text
+    progress_s: float = 0.0  # when it was last told how much of its prompt is computed
     resumed: int = 0
     tenant: bytes = b""  # whose cached pages the quota bounds
     quota_pages: int = 0  # 0: no bound
     logprobs: Logprobs | None = None  # when they were asked for
     beams: Beams | None = None  # a beam search instead of draws
+    embedding: Embedding | None = None  # the vector of the prompt instead of an answer
     draft: Draft = field(default_factory=Draft)
     drafted: int = 0  # tokens of the draft that the next step should compute
     keep: tuple[tuple[int, float], ...] = ()  # wishes that so many first tokens stay cached, for so many seconds
     remember: Callable[[Request], None] | None = None  # keeps the turn, once it is whole
+    tell_prompt: bool = False  # its end has the tokens of the prompt
 
     @property
     def rank(self) -> tuple[float, int]:
         """The smaller one comes first. It never changes, so that two requests cannot preempt each other in turn."""
         return (self.times.arrived_s + self.priority * AGING_S, self.serial)
+
+    @property
+    def private(self) -> bool:
+        """Whether every row has to be computed here: no known page is of use to it, and none of its own to others."""
+        return self.embedding is not None and self.embedding.needs_every_row
 
     @property
     def generated(self) -> int:
@@ -175,6 +188,7 @@ class Request:
             shared=shared,
             drafted=self.drafted,
             waited_s=now_s - self.times.arrived_s,
+            background=self.priority > 0,
         )
         lease = self.lease
         if lease is None:
@@ -182,7 +196,8 @@ class Request:
         limit = lease.limit(self.computed)
         if lease.absent and lease.loading:
             # Pages come from the other end: a short chunk does not compute many that are about to arrive.
-            limit = min(limit, self.computed + SHARED_PREFILL_ROWS)
+            rows = rows_meanwhile(now_s - self.fetched_s, self.guessed_row_s, lease.page_tokens)
+            limit = min(limit, self.computed + rows)
         return replace(
             seen,
             pages=lease.num_pages + len(lease.filling) - len(lease.absent) - lease.streamed,

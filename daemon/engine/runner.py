@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tierd.tiers.staging import Flow, Staging
 
 Logits = npt.NDArray[np.float32]
-Memory = npt.NDArray[np.uint8]
+Hidden = npt.NDArray[np.float32]
+Memory = Any  # what pages lie in, as the decoder takes it: an array, or a range of addresses on a card
 
 # Reading one layer of all streamed pages. A disk that needs longer has stopped.
 SECTION_TIMEOUT_S = 30.0
@@ -48,6 +49,8 @@ class Decoder(Protocol):
     def layer(self, index: int, memories: Sequence[Memory], pages: Addresses) -> None: ...
 
     def finish(self) -> Logits: ...
+
+    def hidden(self, rows: Ints) -> Hidden: ...
 
 
 class StreamedDecoder(Decoder, Protocol):
@@ -149,6 +152,10 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
+
+    def hidden(self, rows: Ints) -> Hidden:
+        """Hidden states `[len(rows), hidden]` of rows of the batch that was run last, after the final norm."""
+        return self._decoder.hidden(rows)
 
     @property
     def streaming(self) -> dict[str, int | float]:

@@ -37,9 +37,14 @@ class BadLogits(ValueError):
 FALLBACK: Mapping[str, float] = {"temperature": 0.8, "top_p": 0.95}
 
 
+# What differs from the largest logit by one step of fp32 has no mass long before that, and the inverse of a temperature
+# that is smaller by far is infinite in fp32.
+MIN_TEMPERATURE = 1e-20
+
+
 @dataclass(frozen=True, slots=True)
 class Params:
-    """How a stream draws, every default settled. `temperature` 0 is greedy."""
+    """How a stream draws, every default settled. `temperature` 0 is greedy, and so is one under `MIN_TEMPERATURE`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -155,7 +160,7 @@ class Sampler:
         best = int(np.argmax(logits))  # NaN wins an argmax, so one look at the winner finds any
         if not np.isfinite(logits[best]):
             raise BadLogits("the model's output is not a number")
-        if params.temperature <= 0.0 or params.top_k == 1:
+        if params.temperature < MIN_TEMPERATURE or params.top_k == 1:
             return best
         return _draw(logits, params, float(logits[best]), uniform(params.seed, position))
 

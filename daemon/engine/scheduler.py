@@ -12,6 +12,8 @@
   still need. When memory runs out all the same, the last in rank gives its pages back and waits. Rank never changes, so
   the first in rank always goes on, and no two preempt each other in turn. While one gets no page, nobody is let in
   behind it. Alone, a stream may outgrow memory: then its pages spill to the store and are streamed from there.
+- What runs in the background (`tierd batch`, `/v1/batches`) takes every place that is free and gives one back as soon
+  as somebody in the foreground waits for it. Its tokens stay, and its full pages, so it goes on where it was.
 - Rows are written on the device: a chunk takes no more pages than can be had there.
 """
 
@@ -98,6 +100,7 @@ class Stream:
     missing: int = 0  # of several sequences: pages that they have to get for their next row
     drafted: int = 0  # rows beyond its known tokens that it would like to have when it decodes
     waited_s: float = 0.0  # in the queue
+    background: bool = False  # it gives its place to those in the foreground that rank before it
 
     @property
     def remaining(self) -> int:
@@ -183,6 +186,8 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
     if starved is not None:
         # It would take the pages of whoever is let in after it, at once, and so on in turn.
         streams = [stream for stream in streams if stream.phase in ACTIVE or stream.rank < starved.rank]
+    if not preempt and (last := _makes_place(streams, limits)) is not None:
+        preempt.append(last)
     admit = () if preempt else _admit(streams, free, limits)
     return Plan(tuple(preempt), admit, tuple(chunks))
 
@@ -264,14 +269,25 @@ def _fit(stream: Stream, count: int, free: int, page_tokens: int) -> tuple[int, 
     return count, max(pages_for(stream.computed_tokens + count, page_tokens) - held_pages, 0)
 
 
+def _makes_place(streams: list[Stream], limits: Limits) -> int | None:
+    """Whose place the first of the foreground that waits for one gets: that of the last of the background, if any."""
+    active = [stream for stream in streams if stream.phase in ACTIVE]
+    first = next((stream for stream in streams if stream.phase is Phase.WAITING and not stream.background), None)
+    if first is None or len(active) < limits.max_streams:
+        return None
+    behind = [stream for stream in active if stream.background and stream.rank > first.rank]
+    return max(behind, key=lambda stream: stream.rank).id if behind else None
+
+
 def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
     """Waiting streams that may begin, in rank order."""
     active = [stream for stream in streams if stream.phase in ACTIVE]
     places = limits.max_streams - len(active)
+    is_urgent = False  # whether somebody in the foreground waits for pages
     free -= sum(_needed(stream, limits.page_tokens) for stream in active)
     admitted: list[int] = []
     for stream in streams:
-        if stream.phase is not Phase.WAITING:
+        if stream.phase is not Phase.WAITING or (is_urgent and stream.background):
             continue
         if not places:
             break
@@ -282,6 +298,8 @@ def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
             places -= 1
         elif stream.waited_s >= PATIENCE_S:
             break  # nobody passes it any more
+        else:
+            is_urgent = is_urgent or not stream.background
     return tuple(admitted)
 
 

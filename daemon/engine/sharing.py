@@ -50,8 +50,8 @@ def look(
 
 
 def keys_of(request: Request, pager: Pager) -> list[PageKey]:
-    """The keys of the pages that its tokens fill, computed once."""
-    if not request.keys:
+    """The keys of the pages that its tokens fill, computed once. None of a request that shares nothing."""
+    if not request.keys and not request.private:
         request.keys = pager.chain(request.tokens, request.salt)
     return request.keys
 

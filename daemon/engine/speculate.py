@@ -101,6 +101,10 @@ class Speculator:
         self.mode = mode
         self.row_share = UNMEASURED_SHARE  # cost of a drafted row, in steps without any
 
+    def statistics(self) -> dict[str, int | float | str]:
+        """The setting, and what a drafted row costs, in steps."""
+        return {"mode": self.mode.value, "row_share": round(self.row_share, 3)}
+
     def propose(self, draft: Draft, tokens: Sequence[int], most: int, streams: int) -> int:
         """Looks the draft of a sequence up; how many of its tokens should be computed. `streams` share the step."""
         draft.tokens = []

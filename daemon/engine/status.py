@@ -30,6 +30,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     requests: int  # since the start, and so are the counters below
     steps: int
     step_ms: float  # mean of the last window
+    step: dict[str, float]  # that is computed at this moment: see `Pace.current`
     tokens_in: int  # prompt tokens of accepted requests
     tokens_out: int
     cached_tokens: int
@@ -68,7 +69,7 @@ class Meter:
 
 
 class StatusBoard:
-    """Holds the newest snapshot. Threading: `publish` on the step thread, `latest` and `state` from any."""
+    """Holds the newest snapshot. Threading: `latest`, `state`, `told` from any thread, the rest on the step thread."""
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class StatusBoard:
         self._started_s = clock()
         self._meter = Meter(RATE_WINDOW_S)
         self._published_s = float("-inf")
+        self._high: dict[str, int] = {}  # the most pages that were not free at once
         self.latest = self._snapshot(self._started_s)
 
     def publish(self, *, now: bool = False) -> None:
@@ -98,6 +100,17 @@ class StatusBoard:
         if now or now_s - self._published_s >= PUBLISH_EVERY_S or not len(self._streams):
             self._published_s = now_s
             self.latest = self._snapshot(now_s)
+
+    def told(self) -> dict[str, Any]:
+        """The newest snapshot as it is sent, with the step that is under way now. Any thread."""
+        found: dict[str, Any] = msgspec.to_builtins(self.latest)
+        return found | {"step": self._streams.totals.pace.current(self._clock())}
+
+    def figures(self) -> dict[str, Any]:
+        """The snapshot of this very moment, as it is sent. Step thread."""
+        self.publish(now=True)
+        found: dict[str, Any] = msgspec.to_builtins(self.latest)
+        return found
 
     def _snapshot(self, now_s: float) -> EngineStatus:
         streams, totals = self._streams, self._streams.totals
@@ -116,6 +129,7 @@ class StatusBoard:
             requests=totals.requests,
             steps=totals.steps,
             step_ms=round(1000.0 * busy_s / steps, 3) if steps else 0.0,
+            step={},
             tokens_in=totals.prompt_tokens,
             tokens_out=totals.generated_tokens,
             cached_tokens=totals.cached_tokens,
@@ -123,7 +137,7 @@ class StatusBoard:
             decode_tokens_per_s=round(decode, 1),
             preemptions=totals.preemptions,
             failures=totals.failures,
-            tiers={"device": _gauges(stats.device), "host": _gauges(stats.host), "nvme": _gauges(stats.nvme)},
+            tiers=self._tiers(stats),
             links={name: msgspec.to_builtins(link) for name, link in stats.links.items()},
             pager=_counters(stats),
             writes=msgspec.to_builtins(stats.writes),
@@ -132,6 +146,19 @@ class StatusBoard:
             weights=msgspec.to_builtins(self._weights()),
             store=msgspec.to_builtins(self._pager.store.statistics()) if self._pager.store is not None else {},
         )
+
+
+    def _tiers(self, stats: PagerStats) -> dict[str, dict[str, int]]:
+        """The tiers, with the most that was in use at any time and where eviction begins."""
+        tiers = {}
+        for name, tier in (("device", stats.device), ("host", stats.host), ("nvme", stats.nvme)):
+            self._high[name] = max(self._high.get(name, 0), tier.total_pages - tier.free_pages)
+            tiers[name] = _gauges(tier) | {"high_water_pages": self._high[name]}
+        tiers["device"]["evict_at_pages"] = stats.device.total_pages - self._pager.evictor.reserve
+        weights: dict[str, Any] = msgspec.to_builtins(self._weights())
+        if "memory_bytes" in weights:
+            tiers["device"]["weights_bytes"] = weights["memory_bytes"]
+        return tiers
 
 
 def _gauges(tier: TierStats) -> dict[str, int]:

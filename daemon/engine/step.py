@@ -130,9 +130,12 @@ class StepLoop:
     def flush(self, timeout_s: float) -> Future[int]:
         """Make all pages durable while streams go on; the result is how many are not, at the deadline."""
         done: Future[int] = Future()
-        self.call(lambda: self._flushes.append(_Flush(self._clock() + timeout_s, done))).add_done_callback(
-            lambda queued: done.set_exception(queued.exception()) if queued.exception() else None
-        )
+
+        def queued(call: Future[Any]) -> None:
+            if (reason := call.exception()) is not None:
+                _fail(done, reason)
+
+        self.call(lambda: self._flushes.append(_Flush(self._clock() + timeout_s, done))).add_done_callback(queued)
         return done
 
     def stop(self) -> None:
@@ -250,7 +253,8 @@ class StepLoop:
         for flush in list(self._flushes):
             if left == 0 or self._clock() >= flush.deadline_s:
                 self._flushes.remove(flush)
-                flush.future.set_result(left)
+                if flush.future.set_running_or_notify_cancel():  # whoever waited may have given up
+                    flush.future.set_result(left)
 
     def _close(self, reason: EngineFailed) -> None:
         """No more work: everything that waits gets the same answer, and so does everything that comes later."""
@@ -265,14 +269,19 @@ class StepLoop:
                 case Request():
                     self._streams.add(item)
                 case Call():
-                    item.future.set_exception(reason)
+                    _fail(item.future, reason)
                 case None:
                     pass
         for flush in self._flushes:
-            flush.future.set_exception(reason)
+            _fail(flush.future, reason)
         self._flushes.clear()
         self._streams.fail_all(reason)
         self._tell()
+
+
+def _fail(future: Future[Any], reason: BaseException) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(reason)
 
 
 def _answer(call: Call) -> None:

@@ -126,13 +126,27 @@ class Steps:
             item.request.times.started_s = item.request.times.started_s or started_s
         streamed = [key for part in parts for key in part.streamed]
         try:
-            logits = self._runner.run(batch.build(rows, self._limits.page_tokens), streamed)
+            with self._totals.pace.step(sum(item.rows for item in work), self._clock):
+                logits = self._runner.run(batch.build(rows, self._limits.page_tokens), streamed)
         except StagingLost as lost:
             self._lose(lost)
             return None
+        self._pool(work)
         self._measure(work, started_s, self._clock(), bool(streamed))
         ends = np.cumsum([sum(part.wanted for part in item.parts) for item in work])
         return np.split(logits, ends[:-1])
+
+    def _pool(self, work: list[Work]) -> None:
+        """Hand the states of the rows that were just computed to the vectors that are made of them."""
+        first = 0
+        for item in work:
+            if (embedding := item.request.embedding) is not None:
+                chunk = item.chunk
+                wanted = embedding.wanted(chunk.start, chunk.count, chunk.sample)
+                if len(wanted):
+                    rows = np.arange(first + wanted.start, first + wanted.stop, dtype=np.int32)
+                    embedding.take(self._runner.hidden(rows))
+            first += item.rows
 
     def draw(self, request: Request, logits: Logits, now_s: float) -> Finish | None:  # [1 + drafted, vocab]
         """Draw the next token, and those after it as long as the draft was right; why it is over, if it is."""
@@ -192,7 +206,7 @@ def _parts(request: Request, chunk: Chunk) -> list[Part]:
         return [Part(branch, [token], start, 1, nowhere, []) for branch, token in newest]
     known = request.tokens[start : start + chunk.count]
     drafted = request.draft.tokens[: chunk.count - len(known)]
-    wanted = 1 + len(drafted) if chunk.sample else 0
+    wanted = 1 + len(drafted) if chunk.sample and request.embedding is None else 0
     return [Part(lease, [*known, *drafted], start, wanted, nowhere, [])]
 
 

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 30.0
 # Pages that eviction promised have to come within this time, even from a slow disk; then somebody gives up his.
 STUCK_S = 30.0
+# Where nothing is under way that could free a page, nobody waits for longer than this.
+STILL_S = 1.0
 
 
 class Streams:
@@ -48,7 +50,7 @@ class Streams:
         self._runner = runner
         self._limits = limits
         self._clock = clock
-        self._moved_s = clock()
+        self._moved_s = self._still_s = clock()  # last work; last sign that there may be some
         self._requests: dict[int, Request] = {}
         self._outbox = Outbox()
         self._following: dict[int, Following] = {}  # as of the last snapshot
@@ -74,13 +76,8 @@ class Streams:
     @property
     def speculation(self) -> dict[str, int | float | str]:
         """The setting, what was drafted, and what a drafted row costs, in steps."""
-        speculator, totals = self._steps.speculator, self.totals
-        return {
-            "mode": speculator.mode.value,
-            "drafted_tokens": totals.drafted_tokens,
-            "right_drafts": totals.right_drafts,
-            "row_share": round(speculator.row_share, 3),
-        }
+        drafted = {"drafted_tokens": self.totals.drafted_tokens, "right_drafts": self.totals.right_drafts}
+        return self._steps.speculator.statistics() | drafted
 
     def count(self, *phases: Phase) -> int:
         """Requests in any of these phases."""
@@ -100,6 +97,8 @@ class Streams:
         if width > min(self._limits.max_rows, self._pager.device.slots):
             most = min(self._limits.max_rows, self._pager.device.slots)
             self.fail(request, OutOfSpace(f"a step has room for {most} beams, not for {width}", param="beam_width"))
+        elif not self._fits(request):
+            self.fail(request, fetch.no_room(self._pager, len(request.tokens)))
         elif (over := request.over) is not None:
             self._finish(request, over)
 
@@ -157,7 +156,7 @@ class Streams:
         if work:
             self._compute(work)
         self._outbox.due(self._requests.values(), self._clock())
-        self._unstick(self._clock(), bool(work))  # the step itself may have taken long
+        self._unstick(self._clock(), bool(work), moved)  # the step itself may have taken long
         # Not for whoever was let in and can't compute yet: it waits for pages.
         return bool(work or plan.preempt or moved)
 
@@ -168,11 +167,12 @@ class Streams:
     def _admit(self, request: Request, now_s: float) -> None:
         """Pin what is known of its tokens and start moving it to memory."""
         if not self._pager.leases:
-            self._moved_s = now_s  # nobody waited for pages until now, however long ago the last turn was
+            self._moved_s = self._still_s = now_s  # nobody waited for pages, however long ago the last turn was
         try:
-            again = request.times.admitted_s > 0.0 or request.resumed > 0
+            again = request.private or request.times.admitted_s > 0.0 or request.resumed > 0
+            known = [] if request.private else request.tokens
             lease = self._pager.match(
-                request.tokens, request.salt, again=again, tenant=request.tenant, quota_pages=request.quota_pages
+                known, request.salt, again=again, tenant=request.tenant, quota_pages=request.quota_pages
             )
         except Exception as exc:
             self.fail(request, exc)
@@ -190,12 +190,16 @@ class Streams:
 
     def _arrive(self, now_s: float) -> None:
         """Take in what became of the pages of all requests."""
-        capacity = self._pager.capacity_pages * self._limits.page_tokens  # less than it was, if a tier was turned off
         for request in list(self._requests.values()):
-            if len(request.tokens) > capacity:
-                self.fail(request, self._no_room(len(request.tokens)))
+            if not self._fits(request):  # any more: a tier was turned off, or memory taken away
+                self.fail(request, fetch.no_room(self._pager, len(request.tokens)))
             elif request.lease is not None:
                 self._advance(request, request.lease, now_s)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there are pages for it at all. Without keys, pages can go nowhere: they stay on the device."""
+        pages = self._pager.device.slots if request.private else self._pager.capacity_pages
+        return len(request.tokens) <= pages * self._limits.page_tokens
 
     def _advance(self, request: Request, lease: Lease, now_s: float) -> None:
         """Where a request stands: past what is there, before what is to be computed or waited for."""
@@ -216,7 +220,7 @@ class Streams:
             if lease.private and not self._pager.writable_pages:
                 self._pager.committer.shorten(lease)
         if request.phase is Phase.PREFILL:
-            if pages := self._pager.adopt(lease, request.tokens):
+            if not request.private and (pages := self._pager.adopt(lease, request.tokens)):
                 size = self._limits.page_tokens
                 self.totals.cached_tokens += request.spare(pages * size, len(lease.nodes) * size)
             request.computed = lease.skip(request.computed)
@@ -264,28 +268,27 @@ class Streams:
             if not isinstance(exc, TierFull):
                 self.fail(item.request, exc)
             elif max(end, *(part.lease.reached for part in item.parts)) > capacity:
-                self.fail(item.request, self._no_room(end))
+                self.fail(item.request, fetch.no_room(self._pager, end))
             else:
                 self._preempt(item.request)  # its own newest page is in the way of an older one: begin again
         return work
 
-    def _no_room(self, tokens: int) -> OutOfSpace:
-        return OutOfSpace(
-            f"{tokens} tokens do not fit the {self._pager.capacity_pages} pages that all tiers hold together",
-            hint="give tierd more memory with --device-mem, --host-mem or --nvme-mem",
-        )
-
-    def _unstick(self, now_s: float, worked: bool) -> None:
-        """Pages that the plan counted on do not come: no wait without a deadline."""
+    def _unstick(self, now_s: float, worked: bool, moved: bool) -> None:
+        """Pages that the plan counted on do not come: no wait without a deadline, and none for nothing."""
         active = [request for request in self._requests.values() if request.phase in (Phase.PREFILL, Phase.DECODE)]
         if worked or not active:
-            self._moved_s = now_s
-        elif now_s - self._moved_s > STUCK_S:
-            self._moved_s = now_s
+            self._moved_s = self._still_s = now_s
+        elif moved or self._pager.evictor.under_way:
+            self._still_s = now_s
+        if (waited_s := now_s - self._moved_s) > STUCK_S or now_s - self._still_s > STILL_S:
+            self._moved_s = self._still_s = now_s
+            if pages := self._pager.evictor.let_kept_go():
+                log.error("no pages for %.0f s: %d that were to be kept may go", waited_s, pages)
+                return
             last = max(active, key=lambda request: request.rank)
-            log.error("no pages for %.0f s: request %d gives way", STUCK_S, last.id)
+            log.error("no pages for %.0f s: request %d gives way", waited_s, last.id)
             # Not preempted: it would come back and wait for the same pages.
-            self.fail(last, self._no_room(last.computed + 1))
+            self.fail(last, fetch.stuck(self._pager, last.computed + 1))
 
     def _compute(self, work: list[Work]) -> None:
         """Run the rows, then draw, commit and tell for each stream on its own."""
@@ -311,6 +314,8 @@ class Streams:
             return
         self._commit(request, item.parts[0].lease, before)
         if not len(logits):
+            if request.embedding is not None and request.computed == len(request.tokens):
+                self._finish(request, Finish.STOP)
             return
         if request.phase is Phase.PREFILL:
             self._keep(request, item.parts[0].lease)
@@ -324,7 +329,8 @@ class Streams:
     def _commit(self, request: Request, lease: Lease, before: int) -> None:
         """Name the pages that were filled since the request had computed `before` rows."""
         request.farthest = max(request.farthest, request.computed)
-        if request.computed // self._limits.page_tokens > before // self._limits.page_tokens:
+        size = self._limits.page_tokens
+        if not request.private and request.computed // size > before // size:
             self._pager.commit(lease, request.tokens[: request.computed])
             self._accept(request, lease)
 
@@ -388,6 +394,6 @@ class Streams:
             request.computed = 0
             request.beams.release(self._pager, request)
         elif lease is not None:
-            computed = request.computed if request.phase is not Phase.FETCHING else 0
+            computed = request.computed if request.phase is not Phase.FETCHING and not request.private else 0
             request.computed = 0
             self._pager.release(lease, request.tokens[:computed])

@@ -14,7 +14,8 @@ import msgspec
 from tierd.daemon.errors import BadRequest, Conflict, EngineFailed, NotFound, OutOfSpace, Unsupported
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.placement import DoesNotFit
-from tierd.tiers.errors import PrefixInUse, PrefixUnknown, TierFull
+from tierd.daemon.units import human_bytes
+from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
 
 if TYPE_CHECKING:
     from tierd.daemon.engine.assemble import Engine
@@ -23,6 +24,7 @@ MAX_LISTED = 1000
 LISTED = 50
 PREVIEW_CHARS = 80
 RESIZE_TIMEOUT_S = 30.0
+PERSIST_TIMEOUT_S = 30.0
 _WAKE_EVERY_S = 0.02
 
 T = TypeVar("T")
@@ -42,9 +44,10 @@ class _Resize(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def prefix(engine: Engine, tokenizer: Executor, args: Mapping[str, Any]) -> dict[str, Any]:
-    """`ls` {prefixes, total}, `pin`, `unpin` or `drop` {pages}. Texts are decoded on the tokenizer's thread.
+    """`ls` {prefixes, total}; `pin`, `unpin`, `drop`, `persist` or `evict` {pages}: how many it concerned.
 
-    Raises NotFound for an id that no page has, Conflict for pages in use or pins that leave too little room.
+    Texts are decoded on the tokenizer's thread. Raises NotFound for an id that no page has, Conflict for pages in use,
+    for pins that leave too little room and for pages that are not on disk, OutOfSpace when they don't get there.
     """
     wanted = _typed(args, _Prefix, "prefix")
     prefixes = engine.prefixes
@@ -66,8 +69,29 @@ async def prefix(engine: Engine, tokenizer: Executor, args: Mapping[str, Any]) -
             return {"pages": await _change(engine, prefixes.unpin, wanted.id)}
         case "drop":
             return {"pages": await _change(engine, prefixes.drop, wanted.id)}
+        case "evict":
+            return {"pages": await _change(engine, prefixes.evict, wanted.id)}
+        case "persist":
+            return {"pages": await _persist(engine, wanted.id)}
         case other:
-            raise Unsupported(f"no prefix action {other[:64]!r}", hint="ls, pin, unpin or drop", param="action")
+            hint = "ls, pin, unpin, drop, persist or evict"
+            raise Unsupported(f"no prefix action {other[:64]!r}", hint=hint, param="action")
+
+
+async def _persist(engine: Engine, prefix_id: str) -> int:
+    """Waits until the pages of a prefix are durable; returns how many had to be written."""
+    deadline_s = engine.pager.clock() + PERSIST_TIMEOUT_S
+    missing = left = await _change(engine, engine.prefixes.persist, prefix_id)
+    while left:
+        if engine.pager.clock() >= deadline_s:
+            raise OutOfSpace(
+                f"{left} of {missing} pages were not written within {PERSIST_TIMEOUT_S:g} s",
+                hint="`tierd status` says whether the disk tier is full or slow",
+            )
+        await asyncio.sleep(_WAKE_EVERY_S)
+        engine.loop.wake()  # it may have nothing else to do
+        left = await _change(engine, engine.prefixes.persist, prefix_id)
+    return missing
 
 
 async def _change(engine: Engine, verb: Callable[[str], int], prefix_id: str) -> int:
@@ -77,6 +101,8 @@ async def _change(engine: Engine, verb: Callable[[str], int], prefix_id: str) ->
         raise NotFound(str(exc), hint="`tierd prefix ls` lists the ids", param="id") from None
     except PrefixInUse as exc:
         raise Conflict(str(exc), hint="wait for the request, or `tierd prefix unpin`") from None
+    except PrefixNotDurable as exc:
+        raise Conflict(str(exc), hint="`tierd prefix persist` writes them, when the disk tier has room") from None
     except TierFull as exc:
         raise Conflict(str(exc), hint="unpin another prefix, or give tierd more memory") from None
     return pages
@@ -171,9 +197,9 @@ def _check_memory(wanted: _Resize, engine: Engine, total_bytes: int) -> None:
         return
     name = next(name for name, size in asked.items() if size is not None)
     others = sum(sizes.values()) - sizes[name]
-    whole = " and ".join(f"{size / 1e9:.1f} GB of {each} memory" for each, size in sizes.items())
+    whole = " and ".join(f"{human_bytes(size)} of {each} memory" for each, size in sizes.items())
     raise OutOfSpace(
-        f"{whole} are more than this machine's memory of {total_bytes / 1e9:.1f} GB; "
+        f"{whole} are more than this machine's memory of {human_bytes(total_bytes)}; "
         f"{max(0, total_bytes - others)} bytes of {name} memory would fit",
         param=f"{name}_bytes",
     )

@@ -18,12 +18,12 @@ import os
 import sqlite3
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.daemon.engine.answer import parse
+from tierd.daemon.engine.fair import Fair
 from tierd.daemon.protocol import Message, Tool, ToolCall
 
 log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ MAX_TOKENS = 2 << 20  # of all turns: 8 MiB
 _TURN_COST = 64  # tokens that a turn counts beside its own: key, tail, row
 _DIGEST_BYTES = 16
 TAIL_CHARS = 96
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """CREATE TABLE turns (key BLOB PRIMARY KEY, place INTEGER NOT NULL, tail TEXT NOT NULL,
-    thought INTEGER NOT NULL, tokens BLOB NOT NULL)"""
+    thought INTEGER NOT NULL, tokens BLOB NOT NULL, tenant BLOB NOT NULL)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,12 @@ class Turn:
     tokens: tuple[int, ...]
     tail: str
     thought: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    turn: Turn
+    tenant: bytes
 
 
 def start(salt: bytes, tools: Sequence[Tool]) -> bytes:
@@ -84,10 +90,8 @@ class Turns:
     """
 
     def __init__(self, path: Path | None, max_tokens: int = MAX_TOKENS) -> None:
-        self._max_tokens = max_tokens
         self._lock = threading.Lock()
-        self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # the least recently used first
-        self._tokens = 0
+        self._turns: Fair[bytes, _Kept] = Fair(max_tokens)
         self._changed: set[bytes] = set()  # to be written, or to be removed if they are gone; bounded by the turns
         self._place = 0
         self._file = _open(path) if path is not None else None
@@ -100,40 +104,33 @@ class Turns:
     def get(self, key: bytes) -> Turn | None:
         """The turn with this digest."""
         with self._lock:
-            if (turn := self._turns.get(key)) is not None:
-                self._turns.move_to_end(key)
-            return turn
+            found = self._turns.get(key)
+        return None if found is None else found.turn
 
-    def put(self, key: bytes, turn: Turn) -> None:
-        """Keep a turn; the least recently used make room."""
+    def put(self, key: bytes, turn: Turn, tenant: bytes = b"") -> None:
+        """Keep a turn of a tenant; the least recently used of the tenant with the most of them make room."""
         with self._lock:
-            self._drop(key)
-            self._turns[key] = turn
-            self._tokens += len(turn.tokens) + _TURN_COST
-            self._changed.add(key)
-            while self._tokens > self._max_tokens and len(self._turns) > 1:
-                oldest = next(iter(self._turns))
-                self._drop(oldest)
-                self._changed.add(oldest)
+            gone = self._turns.put(key, _Kept(turn, tenant), tenant, len(turn.tokens) + _TURN_COST)
+            self._changed.update((key, *gone))
 
     def flush(self) -> None:
         """Write what has changed."""
         with self._lock:
             changed, self._changed = self._changed, set()
-            rows = [(key, self._turns.get(key)) for key in changed]
+            rows = [(key, self._turns.peek(key)) for key in changed]
         if self._file is None or not rows:
             return
         try:
             with self._file:
-                for key, turn in rows:
-                    if turn is None:
+                for key, kept in rows:
+                    if kept is None:
                         self._file.execute("DELETE FROM turns WHERE key = ?", (key,))
                     else:
                         self._place += 1
-                        packed = array("i", turn.tokens).tobytes()
+                        turn, packed = kept.turn, array("i", kept.turn.tokens).tobytes()
                         self._file.execute(
-                            "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?)",
-                            (key, self._place, turn.tail, turn.thought, packed),
+                            "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?)",
+                            (key, self._place, turn.tail, turn.thought, packed, kept.tenant),
                         )
         except (sqlite3.Error, UnicodeEncodeError) as exc:
             log.warning("turns are kept in memory only from now on: %s", exc)
@@ -144,7 +141,6 @@ class Turns:
         with self._lock:
             self._turns.clear()
             self._changed.clear()
-            self._tokens = 0
         if self._file is not None:
             try:
                 with self._file:
@@ -159,21 +155,17 @@ class Turns:
         if file is not None:
             file.close()
 
-    def _drop(self, key: bytes) -> None:
-        if (old := self._turns.pop(key, None)) is not None:
-            self._tokens -= len(old.tokens) + _TURN_COST
-
     def _read(self, file: sqlite3.Connection) -> None:
-        rows: Iterable[tuple[bytes, int, str, int, bytes]] = file.execute("SELECT * FROM turns ORDER BY place")
+        rows: Iterable[tuple[bytes, int, str, int, bytes, bytes]] = file.execute("SELECT * FROM turns ORDER BY place")
         try:
-            for key, place, tail, thought, packed in rows:
+            for key, place, tail, thought, packed, tenant in rows:
                 tokens = array("i")
                 tokens.frombytes(packed)
-                self.put(key, Turn(tuple(tokens), tail, bool(thought)))
+                self.put(key, Turn(tuple(tokens), tail, bool(thought)), tenant)
                 self._place = place
         except (sqlite3.Error, ValueError, TypeError) as exc:
             log.warning("some turns could not be read: %s", exc)
-        self._changed -= self._turns.keys()  # left are those that had to make room
+        self._changed = {key for key in self._changed if key not in self._turns}  # left are those that had to make room
 
 
 def _open(path: Path) -> sqlite3.Connection | None:

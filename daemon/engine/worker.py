@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -70,6 +71,17 @@ def _set_environment(config: EngineConfig, threads: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def keep_heap_apart() -> None:
+    """Take what was loaded out of the garbage collector's sight: it lives as long as the process.
+
+    Vocabulary, modules and compiled kernels are some 160,000 objects. A collection of the oldest generation walks all
+    of them with the interpreter's lock held, 250 ms measured, and falls due in the middle of an answer: the step
+    thread stands still meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 class _Worker:
     """One engine process. Threading: the event loop's, but for `_load`, `_emit` and `_died`."""
 
@@ -124,6 +136,7 @@ class _Worker:
             log.exception("loading failed")
             self._give_up(InternalError("the engine could not be loaded", hint="`tierd logs` shows the details"))
         else:
+            keep_heap_apart()
             self._loop.call_soon_threadsafe(self._ready, engine)
 
     def _progress(self, stage: str, done: int, total: int) -> None:
@@ -172,12 +185,13 @@ class _Worker:
 
             # One thread: the tokenizer is not to be used by two at once, and the io thread must not wait for it.
             tokenizer = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-            self._ops = Ops(self._link.send, lambda: self._end(0), tokenizer, self._config.max_requests)
+            places = max(self._config.max_streams // 2, 1)
+            self._ops = Ops(self._link.send, lambda: self._end(0), tokenizer, self._config.max_requests, places)
         return self._ops
 
     def _emit(self, events: list[Event]) -> None:
         """Step thread: events of a turn. Waits while the front is behind."""
-        self._link.send_waiting(events)
+        self._link.send_waiting([event for event in events if event.id >= 0])  # the others are for `Embedder`
         if self._ops is not None:
             self._ops.ended(events)
 

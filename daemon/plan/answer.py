@@ -7,6 +7,7 @@ import msgspec
 from tierd.daemon.plan import kv
 from tierd.daemon.plan.planner import Outcome, Task, least, nearest, plan
 from tierd.daemon.plan.subject import Subject
+from tierd.daemon.units import human_bytes
 
 _BOUND = {
     "device": "the computation",
@@ -69,8 +70,9 @@ def make(task: Task, subject: Subject, device: str, rates: str, remarks: tuple[s
         return _told(task, subject, outcome, device, rates, remarks + _why(task, outcome), runs=runs)
     needs = least(task)
     missing = (
-        f"beside pages it needs {size(needs.device)} of {device}, which gives {size(needs.device_there)}; pages of one "
-        f"sequence take {size(needs.pages)}, and there is room for {size(needs.pages_there)}"
+        f"beside pages it needs {human_bytes(needs.device)} of {device}, which gives "
+        f"{human_bytes(needs.device_there)}; pages of one sequence take {human_bytes(needs.pages)}, and there is room "
+        f"for {human_bytes(needs.pages_there)}"
     )
     change = nearest(task)
     if change is None:
@@ -110,6 +112,7 @@ def _tiers(task: Task, outcome: Outcome) -> dict[str, Tier]:
     at, work, sizes, placed = outcome.placement, outcome.work, outcome.format.bytes, task.placed
     count, tokens = len(sizes.layers), outcome.streams * task.context
     workspace = task.workspace(outcome.streams)
+    kv_ring = round(at.kv_disk * work.kv_ring_bytes)
     if placed is not None:
         streamed = sum(name.startswith("layer.") for name in placed.streamed)
         weights = [(placed.resident_bytes, count - streamed), (0, 0), (sizes.total - placed.resident_bytes, streamed)]
@@ -127,7 +130,7 @@ def _tiers(task: Task, outcome: Outcome) -> dict[str, Tier]:
         name: Tier(bytes, layers, round(share * work.kv_bytes), round(share * tokens))
         for name, (bytes, layers), share in zip(("device", "host", "disk"), weights, shares, strict=True)
     }
-    tiers["device"] = msgspec.structs.replace(tiers["device"], workspace=workspace)
+    tiers["device"] = msgspec.structs.replace(tiers["device"], workspace=workspace + kv_ring)
     if task.machine.unified:
         del tiers["host"]
     return tiers
@@ -160,10 +163,10 @@ def _why(task: Task, outcome: Outcome) -> tuple[str, ...]:
         layers = round(at.disk * count)
         if task.placed is not None:
             layers = sum(name.startswith("layer.") for name in task.placed.streamed)
-        read = size(at.disk * work.step_bytes)
+        read = human_bytes(at.disk * work.step_bytes)
         lines.append(f"{layers} of {count} layers are read from the disk in every step: {read} with the rest")
     if at.kv_disk:
-        lines.append(f"{size(at.kv_disk * work.kv_bytes)} of pages are read from the disk in every step")
+        lines.append(f"{human_bytes(at.kv_disk * work.kv_bytes)} of pages are read from the disk in every step")
     if at.kv_attended:
         lines.append(f"{at.kv_attended:.0%} of the pages are attended by the processors, where they lie")
     parts = ", ".join(
@@ -171,15 +174,6 @@ def _why(task: Task, outcome: Outcome) -> tuple[str, ...]:
     )
     lines.append(f"a step waits for {_BOUND[step.bound]} ({parts})")
     return tuple(lines)
-
-
-def size(count: float) -> str:
-    """`1.2 GB`."""
-    for unit in ("B", "kB", "MB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
 
 
 def time(seconds: float) -> str:
@@ -206,9 +200,9 @@ def lines(found: Plan) -> list[str]:
     said.append(f"weights    {found.weight_format:<10}" + _where(found, names, "weights"))
     said.append(
         f"KV pages   {found.kv_format:<10}" + _where(found, names, "kv")
-        + f" ({size(found.kv_token_bytes)} a token, {found.streams} x {found.context:,} tokens)"
+        + f" ({human_bytes(found.kv_token_bytes)} a token, {found.streams} x {found.context:,} tokens)"
     )  # fmt: skip
-    said.append(f"workspace  {size(found.tiers['device'].workspace)}")
+    said.append(f"workspace  {human_bytes(found.tiers['device'].workspace)}")
     speed = found.speed
     assert speed is not None
     said.append(
@@ -233,5 +227,5 @@ def _where(found: Plan, names: dict[str, str], part: str) -> str:
         if tier in found.tiers and (count := getattr(found.tiers[tier], part)):
             layers = found.tiers[tier].layers
             detail = f" ({layers} layers)" if part == "weights" and layers else ""
-            pieces.append(f"{size(count)} in {name}{detail}" if tier != "disk" else f"{size(count)} on {name}{detail}")
+            pieces.append(f"{human_bytes(count)} {'on' if tier == 'disk' else 'in'} {name}{detail}")
     return ", ".join(pieces) or "nothing"

@@ -63,6 +63,7 @@ class Work(NamedTuple):
         compute_s: matrices and what is around them, on the device.
         attend_s: all attention, on the device.
         host_attend_s: all attention, on the CPU beside a card.
+        kv_ring_bytes: of the device, for all pages to pass through; for a part of them so much less.
     """
 
     fixed_bytes: int
@@ -75,6 +76,7 @@ class Work(NamedTuple):
     compute_s: float
     attend_s: float
     host_attend_s: float = 0.0
+    kv_ring_bytes: float = 0.0
 
 
 class Placement(NamedTuple):
@@ -138,7 +140,7 @@ def use(work: Work, machine: Machine, at: Placement) -> Use:
     """What a placement takes. Weights on disk count for nothing: the file lies there anyway."""
     streamed = at.host + at.disk > 0 and not machine.unified or at.disk > 0
     device = float(work.fixed_bytes + work.slots_bytes * streamed)
-    device += at.device * work.weights_bytes + at.kv_device * work.kv_bytes
+    device += at.device * work.weights_bytes + at.kv_device * work.kv_bytes + at.kv_disk * work.kv_ring_bytes
     host = work.fixed_host_bytes + at.host * work.weights_bytes + at.kv_host * work.kv_bytes
     return Use(device, host, at.kv_disk * work.kv_bytes)
 

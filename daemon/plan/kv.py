@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tierd.daemon.plan.shape import Shape
-from tierd.kernels.layout import PAGE_TOKENS, PageLayout
+from tierd.kernels.layout import PAGE_FORMATS, PAGE_TOKENS, PageLayout
 
 
 class KvFormat(NamedTuple):
-    """Bits of an element of the keys and of the values, and of the scales of each group of `group` elements."""
+    """Bits of an element of the keys and of the values, and of what each group of `group` elements has beside them:
+    scale, minimum, and the share of a token in its page's anchor (see `kernels.layout`)."""
 
     key_bits: int
     value_bits: int
@@ -31,17 +32,18 @@ class KvFormat(NamedTuple):
 
 _INT8_SCALE_BITS = 16  # fp16 scale
 _INT4_SCALE_BITS = 32  # fp16 scale and minimum
+_ANCHOR_BITS = 16 * 32 // PAGE_TOKENS  # the fp16 key that a page's 16 tokens share, for each token and 32 channels
 KV_FORMATS: dict[str, KvFormat] = {
     "fp32": KvFormat(32, 32),
     "fp16": KvFormat(16, 16),
     "bf16": KvFormat(16, 16),
     "fp8": KvFormat(8, 8),
-    "k8v8": KvFormat(8, 8, _INT8_SCALE_BITS, _INT8_SCALE_BITS),
-    "k8v4": KvFormat(8, 4, _INT8_SCALE_BITS, _INT4_SCALE_BITS),
-    "k4v8": KvFormat(4, 8, _INT4_SCALE_BITS, _INT8_SCALE_BITS),
-    "k4v4": KvFormat(4, 4, _INT4_SCALE_BITS, _INT4_SCALE_BITS),
+    "k8v8": KvFormat(8, 8, _INT8_SCALE_BITS + _ANCHOR_BITS, _INT8_SCALE_BITS),
+    "k8v4": KvFormat(8, 4, _INT8_SCALE_BITS + _ANCHOR_BITS, _INT4_SCALE_BITS),
+    "k4v8": KvFormat(4, 8, _INT4_SCALE_BITS + _ANCHOR_BITS, _INT8_SCALE_BITS),
+    "k4v4": KvFormat(4, 4, _INT4_SCALE_BITS + _ANCHOR_BITS, _INT4_SCALE_BITS),
 }
-ENGINE_FORMATS = ("fp32", "fp16", "bf16")  # those that pages of the CPU backend come in
+ENGINE_FORMATS = tuple(PAGE_FORMATS)  # those that pages of the CPU backend come in
 
 
 def token_bytes(shape: Shape, format: str) -> int:

@@ -89,7 +89,7 @@ def program(
     rows = [
         Row(1.0, 1.0, {_DEVICE: 1.0, _HOST: 1.0, _DISK: 1.0}),
         Row(1.0, 1.0, {_KV_DEVICE: 1.0, _KV_HOST: 1.0, _KV_DISK: 1.0}),
-        Row(-_INFINITY, device_bytes, {_DEVICE: w, _KV_DEVICE: kv}),
+        Row(-_INFINITY, device_bytes, {_DEVICE: w, _KV_DEVICE: kv, _KV_DISK: work.kv_ring_bytes}),
         Row(-_INFINITY, machine.disk_bytes, {_KV_DISK: kv}),
         Row(-_INFINITY, machine.kv_bytes, {_KV_DEVICE: kv, _KV_HOST: kv}),
         Row(-_INFINITY, machine.weights_bytes, {_DEVICE: w, _HOST: w}),

@@ -26,11 +26,15 @@ RING_SLOTS = 3  # of the largest layer, for streamed ones to pass through
 
 
 class Format(NamedTuple):
-    """A way to store the model: its weights in `weights`, which take `bytes`, and pages in `kv`."""
+    """A way to store the model: its weights in `weights`, which take `bytes`, and pages in `kv`.
+
+    `processor`: what computes with it, and how fast.
+    """
 
     weights: str
     bytes: WeightBytes
     kv: str
+    processor: Processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,12 @@ class Task:
         spread: whether pages of several sequences may lie on disk at once; the CPU engine streams those of one alone.
         host_s_per_byte: of attention in CPU memory beside a card.
         placed: where the weights of a prepared model lie on this machine, which is decided then.
+        kv_ring: bytes of the device that each byte of pages on disk needs, to pass through.
     """
 
     shape: Shape
     formats: tuple[Format, ...]
     machine: Machine
-    processor: Processor
     prompt_tokens: int
     answer_tokens: int
     streams: int
@@ -60,6 +64,7 @@ class Task:
     spread: bool = True
     host_s_per_byte: float = 0.0
     placed: PlacedWeights | None = None
+    kv_ring: float = 0.0
 
     @property
     def context(self) -> int:
@@ -163,7 +168,7 @@ def outcome_of(task: Task, format: Format, streams: int) -> Outcome | None:
 
 def work_of(task: Task, format: Format, streams: int) -> Work:
     """A step that decodes `streams` sequences in the middle of their answers. Memory is that of their ends."""
-    shape, processor, weights, placed = task.shape, task.processor, format.bytes, task.placed
+    shape, processor, weights, placed = task.shape, format.processor, format.bytes, task.placed
     middle = task.prompt_tokens + task.answer_tokens / 2
     bits = 8 * weights.total / max(shape.parameters, 1)
     layers_bytes = sum(weights.layers)
@@ -180,6 +185,7 @@ def work_of(task: Task, format: Format, streams: int) -> Work:
         compute_s=processor.pass_s(shape, streams, streams, bits) + processor.around_s(streams),
         attend_s=processor.attend_s(shape, streams, middle, format.kv, prompt=False),
         host_attend_s=kv_bytes * task.host_s_per_byte,
+        kv_ring_bytes=kv_bytes * task.kv_ring,
     )
     if placed is None:
         return work
@@ -194,7 +200,7 @@ def prefill_s(task: Task, format: Format, work: Work, at: Placement, tokens: int
 
     Every step passes all layers, so what is streamed is streamed in each of them; of pages those before the step.
     """
-    shape, processor = task.shape, task.processor
+    shape, processor = task.shape, format.processor
     bits = 8 * format.bytes.total / max(shape.parameters, 1)
     total_s, done = 0.0, 0
     while done < tokens:

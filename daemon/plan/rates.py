@@ -8,17 +8,20 @@ another version counts as none.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from tierd.daemon.paths import nearest_existing
+
 FILE_NAME = "measured.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_FILE_BYTES = 1 << 20
+_SPELLED = re.compile(r"\\([0-7]{3})")  # a space in the name of a mount point
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -27,7 +30,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     cpu: str
     threads: int
     memory_bytes: int
-    disk: str  # of the cache directory: device number and kind of file system
+    disk: str  # of the cache directory: kind of file system, and what is mounted; device numbers change at a boot
 
 
 class DiskRate(msgspec.Struct, frozen=True):
@@ -114,13 +117,12 @@ class Measured(msgspec.Struct, frozen=True):
         nearest = min(self.compute, key=lambda name: abs(BITS.get(name, 99.0) - BITS.get(format, 16.0)))
         return self.compute[nearest], f"a model in {self.compute[nearest].format}, not {format}"
 
-    def disk_rate(self, request_bytes: int) -> DiskRate:
-        """The measured rate at the size nearest to this one."""
-        return min(self.disk, key=lambda rate: abs(math.log(rate.request_bytes / max(request_bytes, 1))))
-
 
 # Bits of a weight, scales included: to find the format that is most alike.
-BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "int8-g32": 8.5, "int4-g32": 5.0}
+BITS = {
+    "fp32": 32.0, "bf16": 16.0, "int8": 8.0, "int8-g32": 8.5, "int4-g32": 5.0, "int5-g32": 6.0, "int4-k": 4.5,
+    "int5-k": 5.5, "int8-k": 8.6,
+}  # fmt: skip
 
 # Seconds of one matrix element in a pass of so many rows, of one core: Zen 3 with AVX2, from `docs/kernels.md`.
 _ASSUMED_ROWS = (1, 8, 64, 512)
@@ -147,10 +149,24 @@ def assumed(fingerprint: Fingerprint) -> Measured:
 
 def fingerprint(cache_dir: Path, threads: int, memory_bytes: int) -> Fingerprint:
     """That of this machine, for a computation with so many threads and caches in this directory."""
-    place = cache_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return Fingerprint(_cpu_name(), threads, memory_bytes, f"{place.stat().st_dev:x}")
+    return Fingerprint(_cpu_name(), threads, memory_bytes, disk_name(nearest_existing(cache_dir)))
+
+
+def disk_name(place: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """What a directory lies on: `ext4 /dev/nvme0n1p2`. Where nobody tells, the number of the device."""
+    found, best = f"{place.stat().st_dev:x}", -1
+    resolved = place.resolve()
+    try:
+        lines = mounts.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        where, _, what = line.partition(" - ")
+        if len(where.split()) > 4 and len(what.split()) > 1:
+            point = _SPELLED.sub(lambda octal: chr(int(octal[1], 8)), where.split()[4])
+            if resolved.is_relative_to(point) and len(point) >= best:  # of two at one place the later one is seen
+                found, best = " ".join(what.split()[:2]), len(point)
+    return found
 
 
 def load(cache_dir: Path, wanted: Fingerprint) -> Measured | None:

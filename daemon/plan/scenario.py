@@ -44,12 +44,14 @@ def cpu_task(
 
     Raises DoesNotFit when a prepared model can't even be streamed through the memory for its weights.
     """
-    formats = tuple(Format(name, found, limits.kv_format) for name, found in subject.formats)
+    formats = tuple(
+        Format(name, found, limits.kv_format, Cores(measured.compute_for(subject.digest, name)[0], measured.loop))
+        for name, found in subject.formats
+    )
     placed = None
     if subject.manifest is not None and subject.manifest.records:
         max_rows = max(limits.max_batch, limits.max_streams + MIN_PREFILL_ROWS)
         placed = place(subject.manifest, sizes.weights_bytes, max_rows)
-    compute, _ = measured.compute_for(subject.digest, formats[0].weights)
     usable = min(computer.available_ram, computer.total_ram)
     streaming = measured.streaming
     machine = Machine(
@@ -74,10 +76,10 @@ def cpu_task(
         return bytes_of.workspace + sums_bytes(spec, streams, load.prompt_tokens + load.answer_tokens)
 
     return Task(
-        shape=subject.shape, formats=formats, machine=machine, processor=Cores(compute, measured.loop),
-        prompt_tokens=load.prompt_tokens, answer_tokens=load.answer_tokens, streams=load.streams,
+        shape=subject.shape, formats=formats, machine=machine, prompt_tokens=load.prompt_tokens,
+        answer_tokens=load.answer_tokens, streams=load.streams,
         throughput=load.throughput, workspace=workspace, request_s=measured.loop.request_s, max_rows=limits.max_batch,
-        spread=False, placed=placed,
+        spread=False, placed=placed, kv_ring=bytes_of.ring_share if bytes_of is not None else 0.0,
     )  # fmt: skip
 
 
@@ -97,7 +99,9 @@ def card_task(
     disk_bytes: int, kv_formats: tuple[str, ...], max_batch: int,
 ) -> Task:  # fmt: skip
     """The task of a card in this computer, whose CPU memory may hold `host_bytes` and attends in place."""
-    formats = tuple(Format(name, found, page) for name, found in subject.formats for page in kv_formats)
+    formats = tuple(
+        Format(name, found, page, Roofline(card)) for name, found in subject.formats for page in kv_formats
+    )
     streaming = measured.streaming
     link = card.link_bytes_per_s * EFFICIENCY.link
     machine = Machine(
@@ -117,7 +121,7 @@ def card_task(
         return max_batch * row_bytes + streams * shape.vocab * 4
 
     return Task(
-        shape=shape, formats=formats, machine=machine, processor=Roofline(card), prompt_tokens=load.prompt_tokens,
+        shape=shape, formats=formats, machine=machine, prompt_tokens=load.prompt_tokens,
         answer_tokens=load.answer_tokens, streams=load.streams, throughput=load.throughput, workspace=workspace,
         max_rows=max_batch, host_s_per_byte=1.0 / measured.memory_bytes_per_s,
     )  # fmt: skip

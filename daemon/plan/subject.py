@@ -28,11 +28,6 @@ class Subject(NamedTuple):
     context: int = 0
     manifest: catalog.Manifest | None = None
 
-    @property
-    def prepared(self) -> bool:
-        """Whether its weights are here."""
-        return self.manifest is not None
-
 
 def find_subject(text: str, models_dir: Path, weights: str | None = None) -> Subject:
     """The model that `text` means. `weights`: a format that it shall have, None or `auto` for any.

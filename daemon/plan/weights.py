@@ -35,10 +35,12 @@ class WeightBytes(NamedTuple):
         """What is not a layer."""
         return self.embed + self.final + self.head
 
-    @property
-    def head_read(self) -> int:
-        """What computing logits reads."""
-        return self.head or self.embed
+
+def weight_formats() -> tuple[str, ...]:
+    """The formats that `tierd pull` may be asked for."""
+    from tierd.kernels.packing import ROUNDED_FORMATS  # numpy
+
+    return tuple(format.value for format in ROUNDED_FORMATS)
 
 
 def weight_bytes(shape: Shape, format: str) -> WeightBytes:
@@ -71,6 +73,6 @@ def _matrix_bytes(format: str, rows: int, cols: int) -> int:
     from tierd.kernels.packing import GROUP_COLS, WeightFormat, packed_bytes  # numpy
 
     kind = WeightFormat(format)
-    if kind in (WeightFormat.INT8_G32, WeightFormat.INT4_G32) and cols % GROUP_COLS:
+    if kind in (WeightFormat.INT8_G32, WeightFormat.INT4_G32, WeightFormat.INT5_G32) and cols % GROUP_COLS:
         kind = WeightFormat.INT8  # as `models.weights.choose_format` does
     return packed_bytes(kind, rows, cols)

@@ -25,7 +25,10 @@ _GROUP, _QUANTIZED_GROUP_BYTES = 32, 80
 
 
 class EngineBytes(NamedTuple):
-    """What an engine allocates. Slots count pages; the ring is there only while pages are streamed."""
+    """What an engine allocates. Slots count pages.
+
+    `ring_share`: of the staging ring, for each byte of pages that a step streams; the ring is there only meanwhile.
+    """
 
     page: int
     device_slots: int
@@ -38,6 +41,7 @@ class EngineBytes(NamedTuple):
     scratch: int  # of a pass
     vectors: int  # norms and biases, copied
     logits: int  # of a step in which every stream draws a token
+    ring_share: float
 
     @property
     def workspace(self) -> int:
@@ -70,6 +74,7 @@ def engine_bytes(
         scratch=scratch_bytes(spec, max_rows, threads),
         vectors=vector_bytes(spec),
         logits=max_streams * padded(spec.vocab) * 4,
+        ring_share=ring_bytes(layout, 1) / page,
     )
 
 

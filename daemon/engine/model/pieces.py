@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from tierd.daemon.engine.model.load import HINT, checked_format
+from tierd.daemon.engine.model.load import HINT, checked_format, record_named
 from tierd.daemon.errors import ModelInvalid
-from tierd.daemon.models.catalog import RecordEntry
-from tierd.daemon.models.placement import table_of
+from tierd.daemon.models.catalog import Manifest, RecordEntry
+from tierd.daemon.models.placement import head_record, table_of
 from tierd.kernels.cpu.weights import panel_sections
 from tierd.kernels.packing import WeightFormat, panels
 from tierd.tiers.weights_file import Span, WeightFile, scan
@@ -87,6 +88,50 @@ def scan_table(file: WeightFile, found: Table, part_panels: int) -> Scanned:
         for number, (first, count) in enumerate(parts)
     ]
     return Scanned(pieces, digests[len(by_section) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """What passes read of the head and of the embedding; of one that is in memory there is None and nothing."""
+
+    part_panels: int
+    head: Table | None
+    parts: list[Piece]  # of the head
+    rows: Table | None
+    digests: list[list[str]]  # of the rows: [sections][panels]
+
+
+class Tables:
+    """The head and the embedding of a prepared model, each read and checked once for a size of its parts."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._entries = {record.name: record for record in manifest.records}
+        self._head_name = head_record(manifest)
+        self._tied = manifest.spec.tied
+        self._scanned: dict[tuple[str, int], Scanned] = {}
+
+    def streamed(self, resident: Set[str], part_panels: int, opened: Callable[[], WeightFile]) -> Streamed:
+        """What has to be read while these records are in memory; `opened` gives the file, and is asked if need be.
+
+        `part_panels` 0: as before. Raises ModelInvalid.
+        """
+        part_panels = part_panels or max([panels for _, panels in self._scanned], default=0)
+        if not self._entries.keys() <= resident:
+            opened()  # layers are not scanned, but have to be there
+        head = self._table(self._head_name, resident)
+        parts = [] if head is None else self._scan(head, part_panels, opened).parts
+        rows = self._table("embed", resident)
+        digests = [] if rows is None else self._scan(rows, part_panels if self._tied else 0, opened).panels
+        return Streamed(part_panels, head, parts, rows, digests)
+
+    def _table(self, name: str, resident: Set[str]) -> Table | None:
+        return None if name in resident else table(record_named(self._entries, name))
+
+    def _scan(self, found: Table, part_panels: int, opened: Callable[[], WeightFile]) -> Scanned:
+        key = (found.record.name, part_panels)
+        if key not in self._scanned:
+            self._scanned[key] = scan_table(opened(), found, part_panels)
+        return self._scanned[key]
 
 
 def damaged(record: str) -> ModelInvalid:

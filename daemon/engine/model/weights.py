@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from tierd.daemon.engine.model.load import HINT, RecordView, Vector, layer_of, map_file, record_named, shape_of
-from tierd.daemon.engine.model.pieces import Scanned, Table, damaged, layer_piece, scan_table, table
-from tierd.daemon.engine.model.weights_status import PassMeter, WeightsStatus
+from tierd.daemon.engine.model.pieces import Table, Tables, damaged, layer_piece
+from tierd.daemon.engine.model.weights_status import PassMeter, WeightRow, WeightsStatus
 from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import WEIGHTS, Manifest
 from tierd.daemon.models.placement import MAX_SLOTS, Placement, head_record, place
@@ -76,7 +76,7 @@ class ModelWeights:
         self._mapped: mmap.mmap | None = None
         self._in_map: set[str] = set()
         self._file: WeightFile | None = None
-        self._scanned: dict[tuple[str, int], Scanned] = {}
+        self._tables = Tables(manifest)
         self._decoder: CpuDecoder | None = None
         self._ring: WeightRing | None = None
         self._panels: tuple[Table, PanelReader] | None = None
@@ -118,6 +118,11 @@ class ModelWeights:
     def total_bytes(self) -> int:
         """Of all records."""
         return self._manifest.bytes
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What `memory_bytes` may come to; None without a bound."""
+        return self._budget_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -206,14 +211,26 @@ class ModelWeights:
             peak_share=round(rate / peak, 3) if peak else 0.0,
         )
 
+    def rows(self) -> list[WeightRow]:
+        """Every record in the order of the file: where it lies, and of streamed ones how often they were there."""
+        numbers = self._numbers if self._ring is not None else {}
+        out = []
+        for name, entry in self._entries.items():
+            row = WeightRow(name, entry.bytes, "device" if name in self._memory else "nvme")
+            if self._ring is not None and (number := numbers.get(name)) is not None:
+                row = row._replace(hits=self._ring.hits[number], uses=self._ring.uses[number])
+            out.append(row)
+        return out
+
     # -- moving records --------------------------------------------------------------------------------------------
 
     def retarget(self, memory_bytes: int) -> None:
         """Between passes: so much memory from now on. What has to leave it leaves at once; `settle` brings the rest.
 
-        Raises DoesNotFit, and nothing changes; ModelInvalid when the file can't be read.
+        Raises DoesNotFit, and ModelInvalid when the file can't be read; nothing changes then.
         """
         target = place(self._manifest, memory_bytes, self._max_rows)
+        self._tables.streamed(self._memory.keys() & target.resident, target.part_panels, self._opened)
         self._target, self._budget_bytes = target, memory_bytes
         for name in sorted(self._memory.keys() - target.resident):
             self._drop(name)
@@ -262,14 +279,14 @@ class ModelWeights:
         """The file, past the page cache. Raises ModelInvalid when it isn't as it should be."""
         if self._file is None:
             try:
-                self._file = WeightFile(self._directory / WEIGHTS, self._io)
+                file = WeightFile(self._directory / WEIGHTS, self._io)
             except (OSError, ValueError) as exc:
                 raise ModelInvalid(f"{WEIGHTS} can't be opened: {exc}", hint=HINT) from None
-            if self._file.size_bytes != self._manifest.bytes:
-                wanted = self._manifest.bytes
-                raise ModelInvalid(
-                    f"{WEIGHTS} has {self._file.size_bytes} bytes, the manifest says {wanted}", hint=HINT
-                )
+            found, wanted = file.size_bytes, self._manifest.bytes
+            if found != wanted:
+                file.close()
+                raise ModelInvalid(f"{WEIGHTS} has {found} bytes, the manifest says {wanted}", hint=HINT)
+            self._file = file
         return self._file
 
     def _read(self, name: str) -> Bytes:
@@ -314,22 +331,16 @@ class ModelWeights:
 
     def _arrange(self) -> None:
         """The ring and the reader of rows for what is not in memory now."""
+        tables = self._tables.streamed(self._memory.keys(), self._target.part_panels, self._opened)
         self._drop_ring()
         decoder, spec = self._attached(), self._manifest.spec
         layers = [name for name in self._layer_names if name not in self._memory]
-        pieces = [layer_piece(self._entries[name]) for name in layers]
-        part_panels = self._target.part_panels or max([panels for _, panels in self._scanned], default=0)
-        head: Table | None = None
-        if self._head_name not in self._memory:
-            head = table(record_named(self._entries, self._head_name))
-            pieces += self._scan(head, part_panels).parts
-        if "embed" not in self._memory:
-            rows = table(record_named(self._entries, "embed"))
-            digests = self._scan(rows, part_panels if spec.tied else 0).panels
+        pieces = [*(layer_piece(self._entries[name]) for name in layers), *tables.parts]
+        if (rows := tables.rows) is not None:
+            most = min(self._max_rows, rows.panels)
             reader = PanelReader(
-                self._opened(), self._mover, "embed", rows.sections, digests, min(self._max_rows, rows.panels),
-                clock=self._clock,
-            )  # fmt: skip
+                self._opened(), self._mover, "embed", rows.sections, tables.digests, most, clock=self._clock
+            )
             self._panels = (rows, reader)
         if not pieces:
             return
@@ -342,8 +353,8 @@ class ModelWeights:
             views = [RecordView(record, ring.memory(slot)[: record.bytes]) for slot in range(slots)]
             self._numbers[name] = number
             self._placed[index] = [decoder.weights.describe(index, layer_of(view, spec)) for view in views]
-        if head is not None:
-            for number, (first, count) in enumerate(head.parts(part_panels), len(layers)):
+        if (head := tables.head) is not None:
+            for number, (first, count) in enumerate(head.parts(tables.part_panels), len(layers)):
                 self._parts.append((number, [self._part(head, first, count, number, slot) for slot in range(slots)]))
 
     def _part(self, head: Table, first: int, count: int, number: int, slot: int) -> Part:
@@ -351,12 +362,6 @@ class ModelWeights:
         base = address_of(self._ring.memory(slot))
         addresses = [base + place for place in self._ring.pieces[number].places]
         return Part(first, describe_panels(head.format, count, head.cols, addresses))
-
-    def _scan(self, found: Table, part_panels: int) -> Scanned:
-        key = (found.record.name, part_panels)
-        if key not in self._scanned:
-            self._scanned[key] = scan_table(self._opened(), found, part_panels)
-        return self._scanned[key]
 
     def _drop_ring(self) -> bool:
         """False when a read is stuck: its memory is left to it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 _KEPT = 0.8  # of what earlier passes say about the rate, with each further pass
@@ -26,6 +28,16 @@ class WeightsStatus(msgspec.Struct, frozen=True):
     bytes_per_s: float  # of the last passes
     peak_bytes_per_s: float  # the best that the disk gave
     peak_share: float  # `bytes_per_s` of that
+
+
+class WeightRow(NamedTuple):
+    """A record of weights. `hits` of `uses`: how often a streamed layer was in memory when a pass needed it."""
+
+    name: str
+    bytes: int
+    tier: str  # device, or nvme: every pass reads it
+    hits: int = 0
+    uses: int = 0
 
 
 class PassMeter:

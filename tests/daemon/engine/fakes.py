@@ -48,14 +48,20 @@ class FakeDecoder:
         for row, token in enumerate(tokens):
             mine = places[page_offsets[row_seq[row]] : page_offsets[row_seq[row] + 1]]
             mine[positions[row] // PAGE][positions[row] % PAGE] = (token, positions[row])
-        self._out = np.empty((len(logit_rows), VOCAB), dtype=np.float32)
-        for place, row in enumerate(logit_rows):
-            mine = places[page_offsets[row_seq[row]] : page_offsets[row_seq[row] + 1]]
-            history = np.concatenate(mine)[: positions[row] + 1]
-            self._out[place] = logits_for(history[:, 0], history[:, 1])
+        self._places = places
+        self._out = self.hidden(logit_rows)
 
     def finish(self):
         return self._out
+
+    def hidden(self, rows):
+        _, positions, row_seq, page_offsets, _ = self._batch
+        out = np.empty((len(rows), VOCAB), dtype=np.float32)
+        for place, row in enumerate(rows):
+            mine = self._places[page_offsets[row_seq[row]] : page_offsets[row_seq[row] + 1]]
+            history = np.concatenate(mine)[: positions[row] + 1]
+            out[place] = logits_for(history[:, 0], history[:, 1])
+        return out
 
 
 def _place(memories, address: int) -> np.ndarray:

@@ -89,11 +89,11 @@ class Live:
         self.engine.loop.submit(self.engine.intake.request(self._number, submit, time.monotonic()))
         return self._number
 
-    def collect(self, *numbers: int) -> dict[int, tuple[list[int], Event]]:
+    def collect(self, *numbers: int, timeout_s: float = TIMEOUT_S) -> dict[int, tuple[list[int], Event]]:
         """Tokens and terminal event of each request, when all have ended."""
         tokens: dict[int, list[int]] = {number: [] for number in numbers}
         ends: dict[int, Event] = {}
-        deadline_s = time.monotonic() + TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         while len(ends) < len(numbers):
             try:
                 event = self.events.get(timeout=max(deadline_s - time.monotonic(), 0.01))
@@ -112,10 +112,10 @@ class Live:
         live = [(r.id, r.phase, r.lease, len(r.tokens), r.computed) for r in list(streams._requests.values())]
         return f"{live}, {self.deaths}, {streams.rates}, {streams.totals}, {self.engine.pager.statistics()}"
 
-    def run(self, submits: list[dict[str, Any]]) -> list[tuple[list[int], Event]]:
+    def run(self, submits: list[dict[str, Any]], timeout_s: float = TIMEOUT_S) -> list[tuple[list[int], Event]]:
         """All at once; results in order."""
         numbers = [self.submit(**submit) for submit in submits]
-        found = self.collect(*numbers)
+        found = self.collect(*numbers, timeout_s=timeout_s)
         return [found[number] for number in numbers]
 
 

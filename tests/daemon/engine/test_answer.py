@@ -67,8 +67,9 @@ def test_arguments_of_a_named_call_are_an_object() -> None:
 def test_what_was_said_adds_up() -> None:
     said = Said("a", calls=[{"index": 0}])
     assert not Said() and said.data() == {"text": "a", "calls": [{"index": 0}]}
-    said.add(Said("b", "hm"))
-    assert said.data() == {"text": "ab", "thinking": "hm", "calls": [{"index": 0}]}
+    said.add(Said("b", "hm", thinking_tokens=2))
+    said.add(Said("", "m", thinking_tokens=1))
+    assert said.data() == {"text": "ab", "thinking": "hmm", "thinking_tokens": 3, "calls": [{"index": 0}]}
 
 
 def test_the_mark_of_special_tokens_is_not_told() -> None:

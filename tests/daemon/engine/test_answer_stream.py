@@ -42,6 +42,23 @@ def test_text_reasoning_and_calls() -> None:
     assert said == Said("Well.", "hm", [call, call | {"index": 1, "id": "id1"}])
 
 
+def test_the_tokens_of_reasoning_are_counted_beside_it() -> None:
+    one = stream()
+    pushed = [one.push(token) for token in b"<think>hm, so</think>Well. "]
+    in_one_event = Said()
+    for said in pushed:
+        in_one_event.add(said)
+    assert in_one_event.thinking == "hm, so" and in_one_event.text.startswith("Well.")
+    assert len(b"hm, so") <= in_one_event.thinking_tokens <= len(b"<think>hm, so")
+    assert one.told.thinking_tokens == in_one_event.thinking_tokens == in_one_event.data()["thinking_tokens"]
+    assert sum(said.thinking_tokens for said in pushed if not said.thinking) == 0
+
+
+def test_reasoning_that_never_ends_is_counted_to_its_last_token() -> None:
+    assert told(stream(), [*b"<think>hm</thi"]).thinking_tokens == len(b"<think>hm</thi")
+    assert told(stream(), [*b"Well."]).thinking_tokens == 0
+
+
 def test_without_a_parser_special_tokens_say_nothing() -> None:
     one = AnswerStream(byte_level(), controls=DIALECT.controls)
     assert told(one, [*b"<think>", OPEN, ord("x")]) == Said("<think>x")

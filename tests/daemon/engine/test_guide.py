@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from tests.daemon.engine.vocabularies import SPECIAL, byte_fallback, byte_level
 from tierd.daemon.engine import guide, guide_check
-from tierd.daemon.engine.guide import Guide, Guides
+from tierd.daemon.engine.guide import Guide, Guides, Masks, Patience
 from tierd.daemon.errors import BadRequest, Unsupported
 
 VOCAB = 300  # more ids than the tokenizer has, as models do
@@ -106,9 +106,34 @@ def test_grammars_that_are_kept_are_bounded(guides: Guides, monkeypatch: pytest.
     checked: list[str] = []
     monkeypatch.setattr(guide, "MAX_COMPILED", 2)
     monkeypatch.setattr(guide_check, "check", lambda grammar, _: checked.append(grammar))
+    one = Guides(byte_level(), VOCAB, (END,))
     for text in "abcbca":
-        guides.compile(lark(f'start: "{text}"'), "format")
-    assert len(checked) == 4 and len(guides._compiled) == 2
+        one.compile(lark(f'start: "{text}"'), "format")
+    one.close()
+    assert len(checked) == 4 and len(one._compiled) == 2
+
+
+@pytest.mark.parametrize("other", [(b"two", b"two"), (b"one", b"one\0salt")], ids=["tenant", "salt"])
+def test_what_others_have_compiled_is_compiled_again(
+    guides: Guides, monkeypatch: pytest.MonkeyPatch, other: tuple[bytes, bytes]
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(guide_check, "check", lambda grammar, _: checked.append(grammar))
+    grammar = lark('start: "a"')
+    for tenant, salt in [(b"one", b"one"), (b"one", b"one"), other, other]:
+        guides.compile(grammar, "format", tenant, salt)
+        guides.guide(grammar, "format", tenant=tenant, salt=salt)
+    assert checked == [grammar, grammar]
+
+
+def test_a_tenant_with_many_grammars_pushes_out_its_own(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(guide_check, "check", lambda grammar, _: checked.append(grammar))
+    guides.compile(lark('start: "mine"'), "format", b"one", b"one")
+    for number in range(2 * guide.MAX_COMPILED):
+        guides.compile(lark(f'start: "{number}"'), "format", b"two", b"two")
+    guides.compile(lark('start: "mine"'), "format", b"one", b"one")
+    assert len(checked) == 1 + 2 * guide.MAX_COMPILED
 
 
 @pytest.mark.parametrize("grammar", [lark("start: nothing"), schema({"type": "array", "uniqueItems": True}), "{"])
@@ -133,33 +158,106 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_answer(guides: Guides) ->
             one.accept(ord("a"))
 
 
-def test_the_step_waits_for_masks_only_so_long(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guide, "PATIENCE_S", 0.01)
-    stuck: Future[guide.Mask] = Future()
-    one = Guide(guides.compile(lark('start: "a"'), "format").deep_copy(), VOCAB, [END], lambda _: stuck)
+class Waiting:
+    """A thread of masks whose work begins, and takes the seconds it says, once the test's thread waits for a mask."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._asked = threading.Semaphore(0)
+        self._waiter = threading.get_ident()
+        self.masks = Masks(self._clock)
+
+    def _clock(self) -> float:
+        if threading.get_ident() == self._waiter:
+            self._asked.release()
+        return self.now_s
+
+    def work(self, takes_s: float) -> Callable[[], guide.Mask]:
+        def compute() -> guide.Mask:
+            assert self._asked.acquire(timeout=20)
+            self.now_s += takes_s
+            return np.ones(VOCAB, np.bool_)
+
+        return compute
+
+
+@pytest.fixture
+def waiting() -> Iterator[Waiting]:
+    one = Waiting()
+    yield one
+    one.masks.close()
+
+
+def test_the_step_waits_for_a_mask_only_so_long() -> None:
+    gate, whose = threading.Event(), Patience(0.01)
+    masks = Masks()
+
+    def stuck() -> guide.Mask:
+        assert gate.wait(20)
+        return np.ones(1, np.bool_)
+
+    try:
+        with pytest.raises(TimeoutError):
+            masks.wait(whose, masks.begin(whose, stuck))
+    finally:
+        gate.set()
+        masks.close()
+
+
+def test_patience_is_for_the_whole_answer(waiting: Waiting) -> None:
+    whose = Patience()
+    for _ in range(3):
+        waiting.masks.wait(whose, waiting.masks.begin(whose, waiting.work(0.5)))
+    assert whose.left_s == pytest.approx(guide.PATIENCE_S - 3 * (0.5 - guide.PATIENCE_PER_TOKEN_S))
+
+
+def test_a_wait_is_put_down_to_the_stream_whose_mask_is_computed(waiting: Waiting) -> None:
+    mine, others = Patience(), [Patience() for _ in range(4)]
+    masks = waiting.masks
+    slow = [masks.begin(other, waiting.work(1.5)) for other in others]
+    behind = masks.begin(mine, waiting.work(0.1))
+    assert masks.wait(mine, behind).all()  # six seconds of the others' before it
+    assert mine.left_s == pytest.approx(guide.PATIENCE_S - 0.1 + guide.PATIENCE_PER_TOKEN_S)
+    for other, mask in zip(others, slow, strict=True):
+        masks.wait(other, mask)
+        assert other.left_s == pytest.approx(guide.PATIENCE_S - 1.5 + guide.PATIENCE_PER_TOKEN_S)
+
+
+def test_a_stream_that_made_others_wait_too_long_ends_though_its_mask_is_ready(waiting: Waiting) -> None:
+    mine, other = Patience(), Patience()
+    ambiguous = waiting.masks.begin(other, waiting.work(2.5))
+    waiting.masks.wait(mine, waiting.masks.begin(mine, waiting.work(0.0)))
+    with pytest.raises(TimeoutError):
+        waiting.masks.wait(other, ambiguous)
+
+
+def test_what_was_computed_while_nobody_waited_costs_nothing(waiting: Waiting) -> None:
+    whose = Patience()
+    mask = waiting.masks.begin(whose, lambda: np.ones(VOCAB, np.bool_))
+    assert mask.result(20).all()
+    waiting.now_s += 50.0
+    waiting.masks.wait(whose, mask)
+    assert whose.left_s == pytest.approx(guide.PATIENCE_S + guide.PATIENCE_PER_TOKEN_S)
+
+
+def test_a_grammar_that_took_too_long_names_its_field(guides: Guides) -> None:
+    one = guides.guide(lark('start: "a"'), "format")
+    one._patience.left_s = 0.0
     with pytest.raises(BadRequest, match="too much work"):
-        one.masked(np.zeros(VOCAB, np.float32))
-
-
-def test_patience_is_for_the_whole_answer(guides: Guides) -> None:
-    times = iter(range(100))
-    done: Future[guide.Mask] = Future()
-    done.set_result(np.ones(VOCAB, np.bool_))
-    matcher = guides.compile(lark('start: "a"'), "format").deep_copy()
-    one = Guide(matcher, VOCAB, [END], lambda _: done, clock=lambda: float(next(times)))
-    for _ in range(3):  # each seems to take a second
-        one.masked(np.zeros(VOCAB, np.float32))
-    assert one._patience_s == pytest.approx(guide.PATIENCE_S - 3 * (1.0 - guide.PATIENCE_PER_TOKEN_S))
+        allowed(one)
 
 
 def test_masks_are_computed_elsewhere(guides: Guides) -> None:
     threads: list[str] = []
-    matcher = guides.compile(lark('start: "a"'), "format").deep_copy()
+    masks, matcher = Masks(), guides.compile(lark('start: "a"'), "format").deep_copy()
+    begin = masks.begin
 
-    def begin(function):  # type: ignore[no-untyped-def]
-        return guides._masks.submit(lambda: (threads.append(threading.current_thread().name), function())[1])
+    def noted(whose: Patience, work: Callable[[], guide.Mask]) -> Future[guide.Mask]:
+        return begin(whose, lambda: (threads.append(threading.current_thread().name), work())[1])
 
-    assert allowed(Guide(matcher, VOCAB, [END], begin)) == [ord("a")] and threads == ["masks_0"]
+    masks.begin = noted  # type: ignore[method-assign]
+    assert allowed(Guide(matcher, VOCAB, [END], masks)) == [ord("a")] and threads == ["masks_0"]
+    masks.close()
 
 
 def test_a_vocabulary_that_puts_spaces_before_texts() -> None:

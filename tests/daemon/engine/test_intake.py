@@ -163,6 +163,18 @@ def test_a_turn_is_found_again_by_what_was_told(chat: Intake) -> None:
     assert again.tokens[request.prompt_tokens + len(sampled)] == byte_level().special[SPECIAL[1]]
 
 
+def test_tokens_may_come_before_messages(chat: Intake) -> None:
+    alone, before = ask(chat, tools=(F,)), (5, 6, 7)
+    request = ask(chat, tools=(F,), before=before, tell_prompt=True)
+    assert request.tokens == [*before, *alone.tokens] and request.prompt_tokens == 3 + alone.prompt_tokens
+    assert request.tell_prompt and not alone.tell_prompt
+    said = [request.append(token, 13.0)[0] for token in b'<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>']
+    assert [call["name"] for one in said for call in one.calls] == ["f"]  # they are read as in any chat
+    assert request.remember is None  # a turn is found by its conversation, which is not known here
+    with pytest.raises(BadRequest, match="before: no token"):
+        ask(chat, before=(VOCAB,))
+
+
 @pytest.mark.parametrize("other", [{"salt": "x"}, {"tenant": "x"}, {"tools": ()}], ids=str)
 def test_turns_are_not_shared(chat: Intake, other: dict[str, Any]) -> None:
     say(ask(chat, tools=(F,)), "the")
@@ -240,7 +252,6 @@ def test_a_suffix_is_for_models_that_learned_it() -> None:
 def test_refused_with_tools(chat: Intake) -> None:
     for more, words in (
         ({"beam_width": 2, "format": Format("json_object")}, "beam search"),
-        ({"tool_choice": "function:g", "tools": (F,)}, "not among"),
         ({"format": Format("json_schema", '{"uniqueItems": true}')}, "uniqueItems"),
     ):
         with pytest.raises(BadRequest, match=words):

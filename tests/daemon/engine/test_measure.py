@@ -14,13 +14,6 @@ from tierd.daemon.engine import measure, measure_decoder
 from tierd.daemon.plan import rates
 
 
-def test_a_disk_is_written_and_read_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "DISK_BYTES", 4 << 20)
-    found = measure.disk_rate(tmp_path / "disk", 1 << 20)
-    assert found.request_bytes == 1 << 20 and found.read_bytes_per_s > 0 and found.write_bytes_per_s > 0
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with which measuring takes a moment; the rates mean nothing then."""

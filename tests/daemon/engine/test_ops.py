@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.engine.fakes import expected
+from tests.daemon.engine.fakes import VOCAB, expected
 from tests.daemon.engine.rig import PromptMover, Rig
 from tierd.daemon.engine.ops import Ops
 from tierd.daemon.engine.step import StepLoop
-from tierd.daemon.protocol import TERMINAL, Event, Request
+from tierd.daemon.protocol import TERMINAL, Event, Request, Submit
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 30, 31]
 
@@ -43,7 +44,7 @@ class Desk:
         self.rig.pager.verify = lambda repair, deadline_s: [f"repair {repair}"]
         self.rig.pager.gc = lambda deadline_s: vars(held).update(disk_bytes=900) or 4
         self.rig.pager.clear = lambda: 5
-        board = SimpleNamespace(state="ready", latest={"state": "ready"})
+        board = SimpleNamespace(state="ready", told=lambda: {"state": "ready"})
         self.engine: Any = SimpleNamespace(
             intake=self.rig.intake, loop=self.loop, pager=self.rig.pager, board=board, model="m", notes=("a note",)
         )
@@ -130,6 +131,29 @@ async def test_refusals(change: dict[str, Any], code: str) -> None:
         assert (await one.end(4)).ev == "done"
 
 
+async def test_vectors_are_a_result_and_their_prompts_are_told_to_nobody() -> None:
+    async with desk() as one:
+        one.ask(3, "embed", inputs=["a page", PROMPT], tenant="key:a")
+        done = await one.end(3)
+        assert done.ev == "result" and done.data["usage"]["prompt_tokens"] == len(PROMPT) + 6
+        assert [len(vector) for vector in done.data["vectors"]] == [4 * VOCAB] * 2
+        one.ask(4, "embed", inputs=["a", ""], first=64)
+        refused = await one.end(4)
+        assert refused.ev == "refused" and "input[65]" in refused.data["message"]
+        one.ask(5, "embed", inputs=[PROMPT], colour=1)
+        assert (await one.end(5)).data["code"] == "bad_request"
+
+
+async def test_vectors_that_nobody_wants_any_more() -> None:
+    async with desk() as one:
+        one.ask(3, "embed", inputs=[PROMPT] * 64)
+        one.ask(4, "cancel", target=3)
+        assert (await one.end(3)).ev == "aborted" and (await one.end(4)).ev == "result"
+        one.ask(5, "embed", inputs=[PROMPT])
+        assert (await one.end(5)).ev == "result"
+        assert [event.ev for event in one.sent if event.id == 3] == ["aborted"]
+
+
 async def test_before_the_model_is_up() -> None:
     async with desk(up=False) as one:
         one.generate(3)
@@ -155,6 +179,77 @@ async def test_cancel_while_it_is_prepared_and_while_it_runs() -> None:
         assert (await one.end(7)).ev == "result"
 
 
+class Slow:
+    """Compiles grammars one after the other, each until it is told to end."""
+
+    def __init__(self, intake: Any) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Semaphore(0)
+        self._compiler = intake.guides.compiler
+        intake.compile = self._compile
+
+    def _compile(self, submit: Submit) -> None:
+        assert submit.format is not None
+        self.begun.append(submit.format.source)
+        assert self.go_on.acquire(timeout=20)
+
+
+async def test_requests_cancelled_before_their_turn_take_no_place_and_no_work() -> None:
+    async with desk(max_requests=3) as one:
+        slow = Slow(one.rig.intake)
+        try:
+            for number in range(1, 200, 2):  # a client that sends grammars and hangs up, again and again
+                one.generate(number, format={"kind": "grammar", "source": str(number)})
+                await asyncio.sleep(0)
+                one.ask(number + 1, "cancel", target=number)
+            for number in range(1, 200, 2):
+                assert (await one.end(number)).ev == "aborted"  # while the first of them is still compiled
+            one.generate(201)  # another client
+            assert (await one.end(201)).ev == "done"
+            assert one.rig.intake.guides.compiler._work_queue.qsize() <= 1
+            one.generate(203, format={"kind": "grammar", "source": 'start: "a"'})
+        finally:
+            slow.go_on.release(3)
+        await one.end(203)
+        assert slow.begun == ["1", 'start: "a"']
+        one.rig.intake.close()
+
+
+async def test_a_cancelled_request_is_not_tokenized() -> None:
+    async with desk() as one:
+        asked: list[int] = []
+        made, gate = one.rig.intake.request, threading.Event()
+
+        def request(request_id: int, *rest: Any) -> Any:
+            asked.append(request_id)
+            assert gate.wait(20)
+            return made(request_id, *rest)
+
+        one.rig.intake.request = request  # type: ignore[method-assign]
+        for number in (1, 3, 5):
+            one.generate(number)
+        for _ in range(3):
+            await asyncio.sleep(0)  # the first is on the tokenizer's thread
+        for number in (1, 3):
+            one.ask(number + 1, "cancel", target=number)
+        gate.set()
+        assert [(await one.end(number)).ev for number in (1, 3, 5)] == ["aborted", "aborted", "done"]
+        assert asked == [1, 5]
+
+
+async def test_a_stop_ends_what_is_still_prepared() -> None:
+    async with desk() as one:
+        slow = Slow(one.rig.intake)
+        one.generate(1, format={"kind": "json_object", "source": ""})
+        one.generate(3, format={"kind": "json_object", "source": ""})
+        one.ask(5, "stop", timeout_s=0.0)
+        try:
+            assert [(await one.end(number)).ev for number in (1, 3, 5)] == ["aborted", "aborted", "result"]
+        finally:
+            slow.go_on.release(2)
+        one.rig.intake.close()
+
+
 async def test_too_many() -> None:
     async with desk(max_requests=3) as one:
         for number in range(1, 6):
@@ -162,6 +257,13 @@ async def test_too_many() -> None:
         ends = [(await one.end(number)) for number in range(1, 6)]
         assert [end.ev for end in ends] == ["done"] * 3 + ["refused"] * 2
         assert ends[4].data["code"] == "overloaded"
+
+
+async def test_verify_of_a_store_that_is_off_has_read_nothing() -> None:
+    async with desk() as one:
+        one.rig.pager.writeback.off_reason = "its directory was removed"
+        one.ask(1, "cache", action="verify")
+        assert (await one.end(1)).data["pages"] == 0
 
 
 async def test_verify_says_why_there_is_no_store() -> None:

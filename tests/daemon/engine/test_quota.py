@@ -26,6 +26,7 @@ def test_a_tenant_keeps_no_more_than_its_bound_whatever_its_salts() -> None:
         rig.submit(number, tokens, max_tokens=2, tenant="key:1", quota_pages=6, **salt)
         rig.run()
         assert rig.terminal(number) == ["done"]
+        rig.turn(3)  # pages on their way to the store go when they have arrived
         assert pages_of(rig, b"key:1") + pages_of(rig, b"key:1\0mine") <= 6
 
 

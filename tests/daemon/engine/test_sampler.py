@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,16 @@ def test_a_draw_is_the_inverse_of_the_distribution(
     # A token on the very border of top_p or min_p may fall either way.
     loose = replace(params, top_p=min(top_p + 1e-6, 1.0), min_p=max(min_p - 1e-6, 0.0))
     assert distribution(logits, loose)[token] > 0
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-46, 2e-39, 1.1e-38, 1e-30, 1e-20, 1e-15])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float, more: dict[str, Any]) -> None:
+    logits = np.random.default_rng(5).normal(0, 4, VOCAB).astype(np.float32)
+    logits[7], logits[9] = -1e9, -np.inf
+    for seed in range(5):
+        sampler = Sampler(Params(temperature=temperature, seed=seed, **more), VOCAB, [])
+        assert sampler.sample(logits, seed) == int(np.argmax(logits))
 
 
 def test_equal_logits_are_cut_at_the_lower_ids() -> None:

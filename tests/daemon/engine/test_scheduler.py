@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -99,6 +100,28 @@ def test_rows_that_nobody_else_needs_go_to_the_oldest() -> None:
 def test_admission_is_by_rank_and_bounded() -> None:
     plan = planned(*(stream(number, Phase.WAITING, 8) for number in (5, 3, 1, 4, 2)))
     assert plan.admit == (1, 2, 3, 4)
+
+
+def test_the_background_gives_one_place_to_the_first_that_waits_for_it() -> None:
+    behind = [replace(stream(n, Phase.DECODE, 8, 7, 2), background=True) for n in (5, 6, 7)]
+    first = stream(1, Phase.DECODE, 8, 7, 2)
+    waiting = [stream(2, Phase.WAITING, 8), stream(3, Phase.WAITING, 8)]
+    found = planned(first, *behind, *waiting)
+    assert found.preempt == (7,) and found.admit == ()
+    assert planned(first, *behind[:2], *waiting).admit == (2,)
+
+
+def test_nobody_gives_a_place_to_the_background_or_to_those_that_rank_behind() -> None:
+    behind = [replace(stream(n, Phase.DECODE, 8, 7, 2), background=True) for n in (1, 2, 3, 4)]
+    assert planned(*behind, replace(stream(0, Phase.WAITING, 8), background=True)).preempt == ()
+    assert planned(*behind, stream(9, Phase.WAITING, 8)).preempt == ()  # it came so late that they are before it
+
+
+def test_the_background_is_not_let_in_past_one_that_waits_for_pages() -> None:
+    active, large = stream(1, Phase.DECODE, 8, 7, 2), stream(2, Phase.WAITING, 400)
+    small = stream(3, Phase.WAITING, 4)
+    assert planned(active, large, small, free=20).admit == (3,)
+    assert planned(active, large, replace(small, background=True), free=20).admit == ()
 
 
 def test_admission_needs_pages_beside_what_active_streams_still_need() -> None:

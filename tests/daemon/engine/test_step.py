@@ -128,6 +128,43 @@ def test_a_flush_has_a_deadline(rig: Running) -> None:
     assert 0.1 <= time.monotonic() - started_s < 2
 
 
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_waiter_that_gave_up_does_not_end_the_loop(rig: Running, left: int) -> None:
+    done = threading.Event()
+    rig.pager.flush = lambda _deadline_s: left if done.is_set() else 3  # type: ignore[method-assign]
+    given_up = rig.loop.flush(60.0 if left == 0 else 0.1)
+    assert given_up.cancel()
+    done.set()
+    rig.put(1, PROMPT)
+    rig.wait(1)
+    assert rig.loop.flush(0.1).result(5) == left and rig.terminal(1) == ["done"]
+
+
+def test_a_loop_that_ends_answers_those_who_still_wait() -> None:
+    rig = Running()
+    rig.pager.flush = lambda _deadline_s: 3  # type: ignore[method-assign]
+    rig.loop.start()
+    flushes = [rig.loop.flush(60.0) for _ in range(2)]
+    assert flushes[0].cancel()
+    rig.loop.call(int).result(5)  # the flushes have begun
+    rig.loop.stop()
+    assert rig.loop.join(10.0) and rig.deaths == [None]
+    with pytest.raises(EngineFailed):
+        flushes[1].result(5)
+
+
+def test_a_loop_that_ends_answers_what_it_has_not_taken_in() -> None:
+    rig = Running()
+    waiting: list[Future[Any]] = [rig.loop.flush(60.0), rig.loop.call(int), rig.loop.flush(60.0), rig.loop.call(int)]
+    assert waiting[0].cancel() and waiting[1].cancel()
+    rig.loop.stop()
+    rig.loop.start()
+    assert rig.loop.join(10.0) and rig.deaths == [None]
+    for future in waiting[2:]:
+        with pytest.raises(EngineFailed):
+            future.result(5)
+
+
 def test_the_queue_has_an_end(rig: Running) -> None:
     gate = threading.Event()
     # Requests come while the loop is in a call that it took out of the inbox, and before it takes out the next.

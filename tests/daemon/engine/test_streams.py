@@ -13,8 +13,9 @@ from tests.daemon.engine.fakes import expected
 from tests.daemon.engine.rig import END, Rig, fail
 from tierd.daemon.engine.outbox import TELL_EVERY_S
 from tierd.daemon.engine.scheduler import Phase
-from tierd.daemon.engine.streams import STUCK_S
+from tierd.daemon.engine.streams import STILL_S, STUCK_S
 from tierd.daemon.errors import BadRequest
+from tierd.tiers.evict import Evictor
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 30, 31]
 
@@ -30,6 +31,17 @@ def test_a_request_alone() -> None:
     assert (done["usage"].prompt_tokens, done["usage"].completion_tokens, done["usage"].cached_tokens) == (10, 8, 0)
     assert done["timings"].recomputed == 10 and done["timings"].ttft_ms > 0
     assert "".join(data["text"] for data in rig.of(1, "text")) == bytes(expected(PROMPT, 8)).decode()
+
+
+def test_the_background_gives_its_only_place_and_says_the_same_afterwards() -> None:
+    rig = Rig(max_streams=1)
+    rig.submit(1, PROMPT, max_tokens=40, priority=100)
+    rig.turn(5)
+    rig.submit(2, PROMPT[::-1], max_tokens=8)
+    rig.run()
+    ends = [event.id for event in rig.events if event.ev == "done"]
+    assert ends == [2, 1] and rig.streams.totals.preemptions == 1
+    assert rig.tokens(1) == expected(PROMPT, 40) and rig.tokens(2) == expected(PROMPT[::-1], 8)
 
 
 def test_the_second_time_only_what_is_new_is_computed() -> None:
@@ -234,13 +246,30 @@ def test_pages_that_never_come_are_not_waited_for_for_ever(monkeypatch: pytest.M
     monkeypatch.setattr(rig.pager, "allocate", lambda *_: False)  # eviction promises and never keeps
     rig.turn(6)
     assert rig.terminal(1) == rig.terminal(2) == []
-    rig.clock.now_s += STUCK_S + 1
+    monkeypatch.setattr(Evictor, "under_way", True)
+    rig.clock.now_s += STUCK_S - 1
+    rig.turn(2)
+    assert rig.terminal(2) == []
+    rig.clock.now_s += 2
     rig.turn(2)
     assert rig.terminal(1) == [] and rig.terminal(2) == ["failed"]  # the last in rank gives way
     assert rig.of(2, "failed")[0]["code"] == "out_of_space"
     rig.clock.now_s += STUCK_S + 1
     rig.turn(2)
     assert rig.terminal(1) == ["failed"] and rig.of(1, "failed")[0]["code"] == "out_of_space"
+
+
+def test_where_nothing_can_move_a_request_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.submit(1, PROMPT, 20)
+    rig.turn(3)
+    monkeypatch.setattr(rig.pager, "allocate", lambda *_: False)
+    rig.clock.now_s += STILL_S / 2
+    rig.turn(2)
+    assert rig.terminal(1) == []
+    rig.clock.now_s += STILL_S
+    rig.turn(2)
+    assert rig.terminal(1) == ["failed"]
 
 
 def test_a_failing_step_comes_out_and_the_next_one_works() -> None:

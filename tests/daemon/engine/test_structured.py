@@ -14,6 +14,7 @@ import pytest
 from tests.counts import counted
 from tests.daemon.engine.live import Live
 from tests.daemon.engine.schemas import schema
+from tierd.daemon.engine.guide import Patience
 from tierd.daemon.protocol import Event, Format, Message, Sampling, Submit, Tool
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -30,7 +31,7 @@ def live(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with Live(model_dir, tmp_path_factory.mktemp("structured"), device=400, nvme=0, max_streams=BATCH) as engine:
         # Threads that begin with their first work begin here, not in the test that happens to be the first.
         engine.engine.intake.guides.compiler.submit(int).result(10.0)
-        engine.engine.intake.guides._masks.submit(int).result(10.0)
+        engine.engine.intake.guides._masks.begin(Patience(), int).result(10.0)  # type: ignore[arg-type]
         yield engine
 
 

@@ -84,6 +84,21 @@ def test_the_least_recently_used_make_room_in_the_file_too(tmp_path: Path) -> No
     assert sqlite3.connect(path).execute("SELECT count(*) FROM turns").fetchone() == (1,)
 
 
+def test_a_tenant_with_many_turns_pushes_out_its_own(tmp_path: Path) -> None:
+    path = tmp_path / turns.FILE_NAME
+    one = Turns(path, max_tokens=1000)
+    one.put(A, ONE, b"one")
+    for number in range(50):
+        one.put(bytes([number, 0]) * 8, Turn((number,) * 30, "", False), b"two")
+    one.flush()
+    one.close()
+    two = Turns(path, max_tokens=1000)
+    for number in range(50, 100):  # whose turns are whose is known after a restart, too
+        two.put(bytes([number, 0]) * 8, Turn((number,) * 30, "", False), b"two")
+    assert two.get(A) == ONE and two.get(bytes([99, 0]) * 8) is not None and 5 < len(two) < 15
+    two.close()
+
+
 def test_cleared_turns_are_gone_from_the_disk(tmp_path: Path) -> None:
     path = tmp_path / turns.FILE_NAME
     one = Turns(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
 import json
 import os
 import re
@@ -13,11 +14,15 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.daemon.engine.families import prepare, reference
+from tierd.daemon.config import EngineConfig
+from tierd.daemon.engine import assemble
+from tierd.daemon.engine.worker import _Worker
 from tierd.daemon.protocol import TERMINAL, Event, FrameDecoder, Request, encode, to_event
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
@@ -103,6 +108,25 @@ async def worker(model: Path, cache: Path, **config: Any) -> AsyncIterator[Worke
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def test_what_was_loaded_is_never_walked_by_the_collector_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A full collection stops the step thread for as long as it takes to walk what is there: most of it was loaded.
+    engine = {"vocabulary": [[number] for number in range(1000)]}
+    ready: list[Any] = []
+    monkeypatch.setattr(assemble, "build", lambda *_, **__: engine)
+    config = EngineConfig(str(tmp_path), str(tmp_path), 1, 0, 0, 0, 1, "fp32", 0)
+    one = _Worker(config, 1, 0.0)
+    one._loop = SimpleNamespace(call_soon_threadsafe=lambda call, made: ready.append((made, gc.get_freeze_count())))
+    try:
+        one._load()
+        walked = {id(found) for found in gc.get_objects()}
+    finally:
+        gc.unfreeze()
+    assert ready[0][0] is engine and ready[0][1] > 1000, "before the first request"
+    assert not walked & {id(part) for part in engine["vocabulary"]}
 
 
 async def test_a_life(tiny: Path, tmp_path: Path) -> None:

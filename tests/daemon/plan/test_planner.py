@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.daemon.plan.scenes import CPU, GB, task
+from tests.daemon.plan.scenes import CORES, CPU, GB, task
 from tierd.daemon.plan.known import known_shape
 from tierd.daemon.plan.kv import page_bytes
 from tierd.daemon.plan.planner import Format, least, nearest, outcome_of, plan, work_of
@@ -13,7 +13,7 @@ from tierd.daemon.plan.weights import weight_bytes
 
 def formats(name: str, *weights: str) -> tuple[Format, ...]:
     shape = known_shape(name)
-    return tuple(Format(format, weight_bytes(shape, format), "fp32") for format in weights)
+    return tuple(Format(format, weight_bytes(shape, format), "fp32", CORES) for format in weights)
 
 
 def test_what_fits_computes_alone() -> None:

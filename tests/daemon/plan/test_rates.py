@@ -9,6 +9,7 @@ import pytest
 
 from tests.daemon.plan.scenes import COMPUTE, FINGERPRINT, MEASURED
 from tierd.daemon.plan import rates
+from tierd.kernels.packing import WeightFormat
 
 
 def test_kept_and_found_again(tmp_path: Path) -> None:
@@ -56,7 +57,36 @@ def test_the_rates_nearest_to_a_model() -> None:
     assert measured.compute_for("", "fp32") == (other, "a random model in fp32")
     assert measured.compute_for("", "int8-g32")[0] == COMPUTE
     assert measured.compute_for("", "bf16")[1] == "a model in int4-g32, not bf16"
-    assert measured.disk_rate(200_000).request_bytes == 128 << 10
+
+
+@pytest.mark.parametrize("format", list(WeightFormat))
+def test_every_weight_format_is_alike_to_one_of_its_bits(format: WeightFormat) -> None:
+    names = ("fp32", "bf16", "int8-g32", "int4-g32")  # what is measured
+    table = {name: msgspec.structs.replace(COMPUTE, format=name) for name in names}
+    nearest = msgspec.structs.replace(MEASURED, compute=table).compute_for("", format)[0].format
+    wanted = {"fp32": "fp32", "bf16": "bf16"}.get(format, "int8-g32" if format.startswith("int8") else "int4-g32")
+    assert nearest == wanted and rates.assumed(FINGERPRINT).compute_for("", format)[0].format == format
+
+
+MOUNTS = """\
+21 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
+30 21 0:25 / {cache} rw - btrfs /dev/sdb1 rw,space_cache
+31 21 0:26 / {spaced} rw shared:7 master:2 - xfs /dev/sdc1 rw
+32 21 0:27 / {cache} rw - tmpfs tmpfs rw
+a line that is none
+"""
+
+
+def test_a_disk_has_the_name_of_what_is_mounted(tmp_path: Path) -> None:
+    cache, spaced, mounts = tmp_path / "cache", tmp_path / "my disk", tmp_path / "mountinfo"
+    for directory in (cache / "kv", spaced):
+        directory.mkdir(parents=True)
+    mounts.write_text(MOUNTS.format(cache=cache, spaced=str(spaced).replace(" ", "\\040")))
+    assert rates.disk_name(cache / "kv", mounts) == "tmpfs tmpfs"  # what was mounted over the other
+    assert rates.disk_name(spaced, mounts) == "xfs /dev/sdc1"
+    assert rates.disk_name(tmp_path, mounts) == "ext4 /dev/nvme0n1p2"
+    assert rates.disk_name(tmp_path, tmp_path / "nowhere") == f"{tmp_path.stat().st_dev:x}"
+    assert rates.fingerprint(cache / "not" / "yet", 2, 1).disk == rates.disk_name(cache)
 
 
 def test_assumed_figures_say_so_and_read_no_faster_than_memory() -> None:

@@ -109,6 +109,35 @@ def test_records_move_while_a_stream_runs(untied: Path, tmp_path: Path) -> None:
         assert status(running).budget_bytes == (least + manifest.bytes) // 2
 
 
+@pytest.mark.parametrize("fault", ["gone", "short", "flipped", "unreadable"])
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_weights_that_cannot_be_streamed_stay_where_they_are(
+    name: str, fault: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "tiny"
+    shutil.copytree(request.getfixturevalue(name), model)
+    path, size = model / WEIGHTS, load_manifest(model).bytes
+    with live(model, tmp_path / "work", None) as running:
+        wanted, before = answers(running), status(running)
+        weights, loop, least = running.engine.weights, running.engine.loop, least_bytes(model)
+        faults, whole = Faults(monkeypatch), path.read_bytes()
+        fresh = path.with_suffix(".new")  # the running one maps the old
+        fresh.write_bytes({"short": whole[:-4096], "flipped": whole[:9] + bytes([whole[9] ^ 4]) + whole[10:]}.get(
+            fault, whole))  # fmt: skip
+        fresh.rename(path)
+        if fault == "gone":
+            path.unlink()
+        faults.left = 10**6 if fault == "unreadable" else 0
+        for _ in range(2):
+            with pytest.raises(ModelInvalid):
+                loop.call(lambda: weights.retarget(least)).result(10)
+            assert answers(running) == wanted and status(running) == before
+        faults.left = 0
+        path.write_bytes(whole)
+        loop.call(lambda: weights.retarget(least)).result(10)
+        assert answers(running) == wanted and 0 < status(running).memory_bytes <= least < size
+
+
 def test_memory_that_cannot_hold_the_model(tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = least_bytes(tied)
     with pytest.raises(BadConfig, match=f"too little for tiny: .* even streamed they need {least} for") as caught:

@@ -1,0 +1,143 @@
+"""What an engine computes on: the CPU, or a card where there is one. Chosen once, when the engine is built.
+
+Everything above is the same code for both: arenas are one class with other memory under them, the mover is handed
+another copy, the runner another decoder. This module and the CPU's backend load neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierd.daemon.engine.model.weights import ModelWeights
+from tierd.daemon.engine.runner import Decoder
+from tierd.kernels.cpu.step import CpuDecoder
+from tierd.kernels.layout import PageLayout
+from tierd.tiers.blocks import Block, HostBlock
+from tierd.tiers.cuda_driver import CudaDriver
+from tierd.tiers.gpu import Gpu, GpuError
+from tierd.tiers.mover import Mover
+from tierd.tiers.store_io import huge_block
+
+Floats = npt.NDArray[np.float32]
+Progress = Callable[[int, int], None]
+Note = Callable[[str], None]
+
+
+class OwnDecoder(Decoder, Protocol):
+    """A decoder that ends with its engine."""
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """One engine's. All methods from the thread that builds it; `close` after everything that it made."""
+
+    @property
+    def name(self) -> str:
+        """For people: what computes."""
+        ...
+
+    def device_block(self, size_bytes: int, max_bytes: int) -> Block:
+        """Memory of the device arena. Raises OSError (ENOMEM)."""
+        ...
+
+    def host_block(self, size_bytes: int, max_bytes: int, record_bytes: int) -> Block:
+        """Memory of the host arena. Raises OSError (ENOMEM)."""
+        ...
+
+    def ready_host_bytes(self, block: Block) -> int:
+        """How much of the host arena can be used, once this is known. Raises OSError when it can't become known."""
+        ...
+
+    def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """CPU memory that kernels read while it is filled from the disk."""
+        ...
+
+    def mover(self, wake: Callable[[], None]) -> Mover:
+        """Moves bytes between all of these and the disk."""
+        ...
+
+    def decoder(
+        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress
+    ) -> OwnDecoder:
+        """Computes. `progress` counts stages while kernels are compiled. Raises ValueError for what it can't do."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what is not memory of an arena. Idempotent."""
+        ...
+
+
+class CpuBackend:
+    """Threads and plain memory.
+
+    Args:
+        threads: that compute.
+        make_decoder: the decoder, or one that watches it.
+    """
+
+    def __init__(self, threads: int, make_decoder: type[CpuDecoder] = CpuDecoder) -> None:
+        self._threads = threads
+        self._make_decoder = make_decoder
+
+    @property
+    def name(self) -> str:
+        return f"the CPU, {self._threads} threads"
+
+    def device_block(self, size_bytes: int, max_bytes: int) -> Block:
+        return HostBlock(size_bytes, max_bytes)
+
+    def host_block(self, size_bytes: int, max_bytes: int, record_bytes: int) -> Block:
+        return HostBlock(size_bytes, max_bytes)
+
+    def ready_host_bytes(self, block: Block) -> int:
+        return block.size_bytes
+
+    def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        return huge_block(size_bytes)
+
+    def mover(self, wake: Callable[[], None]) -> Mover:
+        return Mover(wake=wake)
+
+    def decoder(
+        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress
+    ) -> OwnDecoder:
+        decoder = self._make_decoder(
+            weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
+            max_rows, self._threads,
+        )  # fmt: skip
+        weights.attach(decoder)
+        return decoder
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def choose(
+    threads: int,
+    note: Note,
+    make_decoder: type[CpuDecoder] = CpuDecoder,
+    open_card: Callable[[], Gpu] = CudaDriver,
+) -> Backend:
+    """The card if there is a driver for one, and torch and Triton can use it; else the CPU.
+
+    `note` is told when there is a card that can't be used, and why. A decoder of the CPU's that is not the ordinary one
+    asks for the CPU.
+    """
+    if make_decoder is not CpuDecoder:
+        return CpuBackend(threads, make_decoder)
+    try:
+        gpu = open_card()
+    except GpuError:
+        return CpuBackend(threads)
+    from tierd.daemon.engine import backend_cuda
+
+    refusal = backend_cuda.refusal()
+    if refusal:
+        note(f"there is a card, and {refusal}: computing on the CPU")
+        return CpuBackend(threads)
+    return backend_cuda.CudaBackend(gpu, note)

@@ -1,0 +1,128 @@
+"""The card as an engine's backend: its memory for the device arena, pinned memory for the host's, Triton's kernels.
+
+Imported only where there is a driver: it loads torch and Triton, which take seconds and hundreds of MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierd.daemon.engine.model.weights import ModelWeights
+from tierd.kernels.gpu.decoder import GpuDecoder, GpuLayer, load_ends
+from tierd.kernels.gpu.graphs import CudaCapturer
+from tierd.kernels.layout import PageLayout
+from tierd.tiers.blocks import Block
+from tierd.tiers.cuda_copies import CudaCopies
+from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock, pinned_array
+from tierd.tiers.gpu import Gpu, Stream
+from tierd.tiers.mover import Mover
+
+Floats = npt.NDArray[np.float32]
+
+COPY_THREADS = 4  # each waits for the event of one copy: so the next ones are queued meanwhile
+PIN_TIMEOUT_S = 600.0
+MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
+
+
+def refusal() -> str:
+    """Why torch can't use the card; "" if it can."""
+    if not torch.cuda.is_available():
+        return f"this torch ({torch.__version__}) is built without CUDA, or its driver is too old"
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        return f"its compute capability is {found}, the kernels need 8.0"
+    return ""
+
+
+class CudaBackend:
+    """See `Backend`. `device` and `capture` are handed in by tests, which have no card.
+
+    Args:
+        gpu: the driver.
+        note: told what a user should know.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        note: Callable[[str], None],
+        *,
+        device: torch.device | None = None,
+        capture: Callable[[torch.device], CudaCapturer | None] = CudaCapturer,
+    ) -> None:
+        self._gpu = gpu
+        self._note = note
+        self._device = torch.device("cuda", 0) if device is None else device
+        self._capture = capture
+        self._compute = gpu.new_stream()
+        self._copies = CudaCopies(gpu, self._compute)
+        self._blocks: list[DeviceBlock | PinnedBlock] = []
+
+    @property
+    def name(self) -> str:
+        if self._device.type != "cuda":
+            return f"a card in the place of {self._device}"
+        return f"{torch.cuda.get_device_name(self._device)}, compute capability " + ".".join(
+            map(str, torch.cuda.get_device_capability(self._device))
+        )
+
+    def device_block(self, size_bytes: int, max_bytes: int) -> Block:
+        block = DeviceBlock(self._gpu, size_bytes, max_bytes)
+        self._blocks.append(block)
+        return block
+
+    def host_block(self, size_bytes: int, max_bytes: int, record_bytes: int) -> Block:
+        block = PinnedBlock(self._gpu, size_bytes, max_bytes, record_bytes)
+        self._blocks.append(block)
+        return block
+
+    def ready_host_bytes(self, block: Block) -> int:
+        assert isinstance(block, PinnedBlock)
+        ready = block.wait(PIN_TIMEOUT_S)
+        if block.refusal():
+            self._note(f"only {ready / 1e9:.1f} GB of CPU memory could be pinned for pages: {block.refusal()}")
+        return ready
+
+    def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        return pinned_array(self._gpu, size_bytes)
+
+    def mover(self, wake: Callable[[], None]) -> Mover:
+        return Mover(COPY_THREADS, wake=wake, copy=self._copies.copy, crossing=self._copies)
+
+    def decoder(
+        self,
+        weights: ModelWeights,
+        layout: PageLayout,
+        cos: Floats,
+        sin: Floats,
+        max_rows: int,
+        progress: Callable[[int, int], None],
+    ) -> GpuDecoder:
+        dtype = torch.float16 if layout.format == "fp16" else torch.bfloat16
+        layers = [layer for layer in weights.layers if layer is not None]
+        if weights.embed is None or weights.head is None or len(layers) < weights.shape.num_layers:
+            raise ValueError("the card takes all weights into its own memory: leave weights_mem at auto")
+        moved = [GpuLayer.load(layer, self._device, dtype) for layer in layers]
+        ends = load_ends(weights.embed, weights.final_norm, weights.head, self._device, dtype)
+        on_card = self._device.type == "cuda"
+        if on_card:
+            torch.cuda.synchronize(self._device)  # the weights were moved on another stream
+        decoder = GpuDecoder(
+            weights.shape, moved, ends, layout, cos, sin, max_rows, dtype, capture=self._capture(self._device),
+            stream=torch.cuda.ExternalStream(self._compute, self._device) if on_card else None, note=self._note,
+        )  # fmt: skip
+        decoder.warm_up(progress)
+        return decoder
+
+    def close(self) -> None:
+        self._copies.close()
+        blocks, self._blocks = self._blocks, []
+        for block in blocks:
+            block.close()
+        if self._compute:
+            self._gpu.free_stream(self._compute)
+            self._compute = Stream(0)

@@ -19,7 +19,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-c
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
 TEST_ENV := TIERD_TEST_MODELS=$(CURDIR)/.cache/test-models MYPYPATH=$(CURDIR)/.cache/mypy-path
 
-.PHONY: chat test test-long test-failed check fix bench demo screenshots clean
+.PHONY: chat test test-long test-failed check fix bench gpu demo screenshots clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +70,11 @@ fix: $(VENV)/.dev-ready
 bench: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 	$(TEST_ENV) $(BIN)/python tests/bench/kernels.py
 	$(TEST_ENV) $(BIN)/python tests/bench/peers.py
+
+# On a machine with a CUDA card: correctness, rooflines, end to end, within five minutes.
+gpu: $(VENV)/.dev-ready
+	@mkdir -p docs/measurements
+	$(TEST_ENV) $(BIN)/python tests/bench/gpu.py --json docs/measurements/gpu.json
 
 demo: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
 	@$(TEST_ENV) $(BIN)/python -m tests.bench.demo

@@ -69,6 +69,7 @@ class EngineProcess:
         changed: Broadcast,
         command: Sequence[str] = WORKER,
         on_ready: Callable[[EngineProcess], None] = lambda engine: None,
+        on_notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model = model
         self.state = EngineState.STARTING
@@ -88,6 +89,7 @@ class EngineProcess:
         self._command = command
         self._changed = changed
         self._on_ready = on_ready
+        self._on_notice = on_notice
         self._ids = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -154,6 +156,8 @@ class EngineProcess:
             what = f"the engine of {self.model} did not answer {op!r} within {timeout_s:g} s"
             raise TimedOut(what, hint="see `tierd status` and `tierd logs`") from None
         finally:
+            if op == "embed" and (future.cancelled() or not future.done()):
+                self.cancel(call_id)  # nobody waits any more for what takes the longest of all calls
             del self._calls[call_id]
             if is_use:
                 self._using_calls -= 1
@@ -315,6 +319,7 @@ class EngineProcess:
                 log.info("engine of %s is ready after %.1f s", self.model, self.last_use_s - self.started_s)
             case "notice":
                 self.notices.append(str(event.data.get("text", "")))
+                self._on_notice(self.notices[-1])
                 log.warning("engine of %s: %s", self.model, self.notices[-1])
             case "failed":
                 self.error = from_wire(event.data)

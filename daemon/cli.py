@@ -8,15 +8,19 @@ when there is a next step; a traceback shows with TIERD_DEBUG=1 alone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO, TypeVar, cast
 
 import click
 
 from tierd.daemon.cli_common import UTF8_HINT, debugging, not_text, note, print_error
 from tierd.daemon.errors import Aborted, BadRequest, TierdError, from_wire, suggest, to_wire
+
+T = TypeVar("T")
 
 # Verb -> module (of this room, unless it is named whole) and function; the order is that of the help.
 VERBS = {
@@ -82,7 +86,11 @@ def app(socket: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns its exit code and never raises."""
-    argv = list(sys.argv[1:] if arguments is None else arguments)
+    with _streams():
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(argv: list[str]) -> int:
     try:
         if "_TIERD_COMPLETE" in os.environ:
             app.main(prog_name="tierd")
@@ -101,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note("")
         return Aborted("").exit_code
     except BrokenPipeError:
-        # The reader of our output is gone (`tierd list | head -1`): nothing is left to say. The descriptor goes to
-        # /dev/null because the interpreter flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)  # the reader is gone (`tierd list | head -1`): nothing is left to say
         return 0
     except TierdError as exc:
         if debugging():
@@ -120,6 +126,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error.hint = "TIERD_DEBUG=1 shows where; please report it"
         print_error(error)
         return error.exit_code
+
+
+class _Output:
+    """The standard output, whose failures have a name of their own: a full disk under it is no fault of a verb."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream's; raises TierdError where that raises OSError, but for a reader who went away."""
+        return self._tell(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        """As the stream's; raises as `write` does."""
+        self._tell(self._stream.flush)
+
+    def _tell(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except BrokenPipeError:
+            raise
+        except OSError as exc:
+            _discard(self._stream)
+            hint = "lead it to a file or a terminal that takes it"
+            raise TierdError(f"cannot write the output: {exc.strerror}", hint=hint) from None
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """Named failures of the output; and a file for descriptors that the shell closed (`>&-`).
+
+    The next socket would get a descriptor that is free, and be taken for the output.
+    """
+    # Open for reading alone: what is printed fails then, as it does on a full disk.
+    out = sys.stdout or open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+    sys.stdout = cast(TextIO, _Output(out))
+    try:
+        yield
+    finally:
+        sys.stdout = out
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Lead a stream to nowhere: the interpreter flushes it once more at exit."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 if __name__ == "__main__":

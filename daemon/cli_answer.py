@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from typing import Any
 
 import msgspec
 
 from tierd.clients.blocking import Client
-from tierd.daemon.cli_common import Progress, dim_note, note
+from tierd.daemon.cli_common import DIM, PLAIN, Progress, dim_note, note
 from tierd.daemon.errors import BadRequest
-from tierd.daemon.protocol import Event, Submit
+from tierd.daemon.protocol import PROMPT, Event, Submit
+from tierd.daemon.units import counted
 
 ANSWER_TOKENS = 1024  # without --max-tokens: small models may ramble up to the end of the context
 
@@ -38,10 +40,13 @@ class Screen:
         self._begun = False
         self._open_line = False  # the text ends inside a line
         self._restart_told = False
+        self._prompt_shown = False  # a line that the answer takes the place of
 
     def on_progress(self, event: Event) -> None:
         """A bar before the first text. After it progress means one thing: another engine takes the answer over."""
-        if not self._begun:
+        if event.data.get("stage") == PROMPT:
+            self._on_prompt(event.data)
+        elif not self._begun:
             self._progress.on_event(event)
         elif not self._restart_told:
             self._restart_told = True
@@ -50,9 +55,23 @@ class Screen:
                 self._open_line = False
             dim_note("(the engine was restarted; going on)")
 
+    def _on_prompt(self, data: Mapping[str, Any]) -> None:
+        """How much of the prompt is computed: for a person who waits, and gone when the answer begins."""
+        done, total = data.get("done"), data.get("total")
+        if not sys.stderr.isatty() or not isinstance(done, int) or not isinstance(total, int):
+            return
+        self._progress.finish()
+        self._prompt_shown = True
+        note(f"\r\x1b[K{DIM}prompt {done:,} of {counted(total, 'token')}{PLAIN}", end="")
+
+    def _erase_prompt(self) -> None:
+        if self._prompt_shown:
+            self._prompt_shown = False
+            note("\r\x1b[K", end="")
+
     def text(self, text: str) -> None:
         """The next piece of the answer."""
-        self._progress.finish()
+        self.finish()
         if not text:
             return
         self._begun, self._restart_told = True, False
@@ -61,8 +80,15 @@ class Screen:
         self._open_line = not text.endswith("\n")
 
     def finish(self) -> None:
-        """End a bar."""
+        """End a bar, and take the line about the prompt away."""
         self._progress.finish()
+        self._erase_prompt()
+
+    def end(self) -> None:
+        """The answer is whole. Without a word in it a remark tells so."""
+        self.finish()
+        if not self._begun:
+            dim_note("(the model said nothing)")
 
     def end_line(self) -> None:
         """End the line of an answer that breaks off, so that an error begins on a new one."""
@@ -79,6 +105,6 @@ def tell_cut(done: Event, submit: Submit, option: str) -> None:
         return
     count = done.data.get("usage", {}).get("completion_tokens", 0)
     if count < (submit.sampling.max_tokens or ANSWER_TOKENS):
-        dim_note(f"(cut at {count} tokens; the context is full)")
+        dim_note(f"(cut at {counted(count, 'token')}; the context is full)")
     else:
-        dim_note(f"(cut at {count} tokens; {option} allows more)")
+        dim_note(f"(cut at {counted(count, 'token')}; {option} allows more)")

@@ -14,17 +14,18 @@ from tierd.daemon.cli_common import (
     confirm,
     connect,
     connect_if_running,
-    human_bytes,
     json_option,
     leave,
     load_settings,
     note,
     print_json,
     print_table,
+    settings_anyway,
     settings_options,
     yes_option,
 )
 from tierd.daemon.config import kv_root
+from tierd.daemon.units import counted, human_bytes
 
 ACTION_TIMEOUT_S = 900.0  # verifying reads every stored page
 model_option = click.option("--model", help="Only this model; it is loaded if need be.")
@@ -39,7 +40,10 @@ def cache() -> None:
 @settings_options("cache_dir")
 @json_option
 def list_(flags: dict[str, Any], as_json: bool) -> None:
-    """List the page stores on disk, one a model (and way to compute). Works without a daemon."""
+    """List the page stores on disk, one a model (and way to compute). Works without a daemon.
+
+    ON DISK is what the files take, the room in them for pages to come included; `tierd status` counts the pages.
+    """
     root = kv_root(load_settings(flags))
     stores = kv_quota.namespaces(root)
     if as_json:
@@ -53,7 +57,7 @@ def list_(flags: dict[str, Any], as_json: bool) -> None:
         used = datetime.datetime.fromtimestamp(store.last_use_s).strftime("%Y-%m-%d %H:%M")
         state = "open" if store.open else "closed"
         rows.append((store.name, store.model or "?", human_bytes(store.bytes), state, used))
-    print_table(("NAMESPACE", "MODEL", "SIZE", "STATE", "LAST USE"), rows)
+    print_table(("NAMESPACE", "MODEL", "ON DISK", "STATE", "LAST USE"), rows)
 
 
 @cache.command()
@@ -63,15 +67,15 @@ def list_(flags: dict[str, Any], as_json: bool) -> None:
 @json_option
 def verify(flags: dict[str, Any], repair: bool, model: str | None, as_json: bool) -> None:
     """Read every stored page of the loaded models and check it. Exit code 1 when something was wrong, mended or not."""
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         answer = _ask(client, "verify", model, repair=repair)
     findings = {name: _findings(part) for name, part in answer["engines"].items()}
     if as_json:
         print_json(answer)
     else:
         for name, lines in findings.items():
-            pages = answer["engines"][name].get("pages", 0)
-            note(f"{name}: {pages} pages read, {f'{len(lines)} findings' if lines else 'all sound'}")
+            pages = counted(answer["engines"][name].get("pages", 0), "page")
+            print(f"{name}: {pages} read, {counted(len(lines), 'finding') if lines else 'all sound'}")
             for line in lines:
                 print(f"{name}: {line}")
         _tell_untouched(answer, "verify")
@@ -85,14 +89,15 @@ def verify(flags: dict[str, Any], repair: bool, model: str | None, as_json: bool
 @json_option
 def gc(flags: dict[str, Any], model: str | None, as_json: bool) -> None:
     """Give back disk space that no page needs, in the stores of the loaded models."""
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         answer = _ask(client, "gc", model)
     if as_json:
         print_json(answer)
         return
     for name, part in answer["engines"].items():
-        freed = human_bytes(part.get("freed_bytes", 0))
-        note(f"{name}: {part.get('removed_pages', 0)} pages that nothing could reach removed, {freed} given back")
+        freed, removed = human_bytes(part.get("freed_bytes", 0)), part.get("removed_pages", 0)
+        # Most of it lay free in the files: room that pages had which were evicted or dropped before.
+        print(f"{name}: {freed} of disk given back, {counted(removed, 'page')} removed that nothing could reach")
     _tell_untouched(answer, "gc")
 
 
@@ -123,8 +128,8 @@ def clear(flags: dict[str, Any], model: str | None, yes: bool, as_json: bool) ->
         print_json({"freed_bytes": freed_bytes, "removed_pages": removed_pages, "left": sorted(after)})
         return
     for name, count in removed_pages.items():
-        note(f"{name}: {count} pages removed")  # an open store keeps the space for the next ones
-    note(f"freed {human_bytes(freed_bytes)}")
+        print(f"{name}: {counted(count, 'page')} deleted")
+    print(f"{human_bytes(freed_bytes)} of disk given back")  # an open store may keep some for its next pages
 
 
 def _ask(client: Client, action: str, model: str | None, **arguments: Any) -> dict[str, Any]:

@@ -117,7 +117,11 @@ def summary(done: Event) -> str:
 
 
 def answer(client: Client, conversation: Conversation, text: str) -> None:
-    """Stream one answer to the terminal. Ctrl-C stops it and keeps what came."""
+    """Stream one answer to the terminal. Ctrl-C stops it and keeps what came.
+
+    A daemon that goes away in the middle of it costs this answer, and is told. Raises DaemonUnreachable when nothing of
+    the answer had come.
+    """
     screen = Screen()
     pieces: list[str] = []
     done: Event | None = None
@@ -134,6 +138,13 @@ def answer(client: Client, conversation: Conversation, text: str) -> None:
                 done = event
     except KeyboardInterrupt:
         print(f"{DIM} (stopped){PLAIN}", end="")
+    except DaemonUnreachable as exc:
+        screen.end_line()
+        if not pieces:
+            raise
+        hint = "the answer is lost; ask again: the conversation goes on"
+        print_error(DaemonUnreachable(exc.message, hint=hint))
+        return
     except TierdError:
         screen.end_line()
         raise
@@ -143,12 +154,16 @@ def answer(client: Client, conversation: Conversation, text: str) -> None:
     print()
     conversation.answered(text, "".join(pieces), done)
     if done is not None:
+        screen.end()
         print(f"{DIM}{summary(done)}{PLAIN}")
         tell_cut(done, submit, "/set max_tokens")
 
 
-def converse(client: Client, template: Submit) -> None:
-    """Read, send, show, until Ctrl-D or /exit."""
+def converse(client: Client, template: Submit, restart: Callable[[], None]) -> None:
+    """Read, send, show, until Ctrl-D or /exit. `restart` sees to it that a daemon runs, and says so when it starts one.
+
+    The conversation lives here: a daemon that is gone costs the answer that it was writing, and nothing else.
+    """
     conversation = Conversation(template)
     read = _prompt()
     # Loaded before the first question, so that its answer does not wait for what could have been done meanwhile.
@@ -170,12 +185,19 @@ def converse(client: Client, template: Submit) -> None:
                     return
                 print(said)
             else:
-                answer(client, conversation, line)
-        except DaemonUnreachable as exc:
-            print_error(exc)
-            print_error(BadRequest("the answer is lost", hint="send it again; `tierd start` if the daemon is gone"))
+                _answer_somehow(client, conversation, line, restart)
         except TierdError as exc:
             print_error(exc)
+
+
+def _answer_somehow(client: Client, conversation: Conversation, text: str, restart: Callable[[], None]) -> None:
+    """`answer`, from another daemon where none is there any more."""
+    try:
+        answer(client, conversation, text)
+    except DaemonUnreachable:
+        client.close()
+        restart()
+        answer(client, conversation, text)
 
 
 def _prompt() -> Callable[[], str]:

@@ -5,6 +5,7 @@ Imported by every verb, `tierd ps` has to end within 0.3 s: nothing heavy at the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ from tierd.daemon import config
 from tierd.daemon.config_values import boolean
 from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError
 from tierd.daemon.protocol import Event
+from tierd.daemon.units import human_bytes
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 BIND_S = 1.0  # a daemon that starts has its lock for a moment before it has its socket
@@ -59,6 +61,17 @@ def settings_options(*names: str, without: Sequence[str] = ()) -> Callable[[Verb
 def load_settings(flags: Mapping[str, object]) -> config.Settings:
     """The settings of this call: flags, environment, config file, defaults. Raises BadConfig."""
     return config.load(flags).settings
+
+
+def settings_anyway(flags: Mapping[str, object]) -> config.Settings:
+    """The same for verbs that need little more than the socket: a fault in file or variables is a warning, told here.
+
+    Raises BadConfig for a flag.
+    """
+    loaded, faults = config.load_anyway(flags)
+    for fault in faults:
+        note(f"warning: {shown(fault.message)}; ignored here, `tierd start` would refuse it")
+    return loaded.settings
 
 
 def connect(settings: config.Settings) -> Client:
@@ -137,9 +150,10 @@ def not_text(words: Iterable[str]) -> str | None:
     return None
 
 
-def note(text: str) -> None:
+def note(text: str, *, end: str = "\n") -> None:
     """A line for the person on the standard error, apart from what a program may read."""
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # where even this cannot be written nobody is there to be told
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def dim_note(text: str) -> None:
@@ -180,17 +194,6 @@ def leave(exit_code: int) -> NoReturn:
     raise click.exceptions.Exit(exit_code)
 
 
-def human_bytes(count: float | None) -> str:
-    """`1.2 GB`; `-` for what is not known."""
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def written_today(writes: object) -> str:
     """`1.2 GB of 200 GB`: what a day's writes to the disk tier are, and may be; `-` when nothing is known."""
     if not isinstance(writes, dict) or "today_bytes" not in writes:
@@ -212,16 +215,6 @@ def weights_shown(weights: object) -> str:
     return f"{text}, read at {human_bytes(weights['bytes_per_s'])}/s, {100 * weights['peak_share']:.0f}% of its best"
 
 
-def human_seconds(seconds: float | None) -> str:
-    """`5s`, `12m`, `3h`, `2d`; `-` for what is not known or never comes."""
-    if seconds is None:
-        return "-"
-    for limit, size, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds / 86400:.0f}d"
-
-
 class Progress:
     """Progress of a long job on the standard error: one moving line on a terminal, else a line per 10%."""
 
@@ -229,7 +222,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._stage = ""
+        self._stage: tuple[str, int] = ("", 0)  # and its total: that of kernels grows when more of them are found
         self._tenth = -1
         self._open_line = False
 
@@ -237,9 +230,10 @@ class Progress:
         """Stage by name, done of total; a total of 0 means that it is not known."""
         share = min(1.0, done / total) if total > 0 else 0.0
         tenth = int(share * 10)
-        if stage != self._stage:
+        if stage != self._stage[0]:
             self.finish()
-            self._stage, self._tenth = stage, -1
+        if (stage, total) != self._stage:
+            self._stage, self._tenth = (stage, total), -1
         if self._terminal:
             cells = int(share * self.BAR_CELLS)
             bar = "█" * cells + "·" * (self.BAR_CELLS - cells)
@@ -247,7 +241,7 @@ class Progress:
             sys.stderr.flush()
             self._open_line = True
         elif tenth > self._tenth:
-            note(f"{shown(stage)} {tenth * 10}% {_amount(done, total)}" if total > 0 else f"{shown(stage)} ...")
+            note(f"{shown(stage)} {100 * share:.0f}% {_amount(done, total)}" if total > 0 else f"{shown(stage)} ...")
         self._tenth = max(tenth, self._tenth)
 
     def on_event(self, event: Event) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import click
 
-from tierd.daemon import config, paths
-from tierd.daemon.cli_common import human_bytes, json_option, print_json, print_table, settings_options
+from tierd.daemon import config, keys, paths
+from tierd.daemon.cli_common import json_option, leave, print_error, print_json, print_table, settings_options
 from tierd.daemon.config_values import duration_s
 from tierd.daemon.machine import probe_machine
+from tierd.daemon.units import human_bytes
 from tierd.daemon.version import version as package_version
 
 
@@ -25,8 +26,21 @@ def config_() -> None:
 @click.option("--origin", is_flag=True, help="Also where each value comes from.")
 @json_option
 def show(flags: dict[str, Any], origin: bool, as_json: bool) -> None:
-    """Print every setting with its value; `auto` sizes with what they mean on this machine."""
-    settings, origins = config.load(flags)
+    """Print every setting with its value; `auto` sizes with what they mean on this machine.
+
+    What is wrong in the config file or the variables is told below, with exit code 78: the daemon would not start.
+    """
+    (settings, origins), faults = config.load_anyway(flags)
+    _print_settings(settings, origins, origin=origin, as_json=as_json)
+    if not faults:
+        keys.check_reach(settings)  # looks into the file of keys, as the daemon does before it listens
+    for fault in faults:
+        print_error(fault)
+    if faults:
+        leave(faults[0].exit_code)
+
+
+def _print_settings(settings: config.Settings, origins: dict[str, str], *, origin: bool, as_json: bool) -> None:
     sizes = config.resolve_sizes(settings, probe_machine(settings.cache_dir))
     auto = dict(zip(("device_mem", "host_mem", "nvme_mem", "nvme_min_free", "weights_mem"), sizes, strict=True))
     if as_json:

@@ -12,8 +12,6 @@ from tierd.daemon.cli_common import (
     connect,
     connect_if_running,
     given_flags,
-    human_bytes,
-    human_seconds,
     json_option,
     leave,
     load_model,
@@ -22,12 +20,14 @@ from tierd.daemon.cli_common import (
     note,
     print_json,
     print_table,
+    settings_anyway,
     settings_options,
     shown,
     weights_shown,
     written_today,
 )
 from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound
+from tierd.daemon.units import counted, human_bytes, human_seconds
 
 ANSWER_S = 60.0  # for writing pages to the disk beyond the timeout, before we call it stuck
 
@@ -69,37 +69,41 @@ def start(flags: dict[str, Any], model: str | None) -> None:
                 f"a daemon runs already (pid {pid}); {' '.join(arguments)} would change nothing",
                 hint="`tierd stop` first",
             )
-        note(f"tierd runs already, pid {pid}")
+        print(f"tierd runs already, pid {pid}")
     else:
         client, pid = spawn(settings, given_flags(flags))
-        note(f"tierd started, pid {pid}, socket {settings.socket}")
+        print(f"tierd started, pid {pid}, socket {settings.socket}")
     with client:
         if model is not None:
             load_model(client, model)
-            note(f"{model} is ready")
+            print(f"{model} is ready")
 
 
 @click.command()
 @settings_options("socket")
 @click.option("--timeout", type=click.FloatRange(0, 600), default=30.0, show_default=True, help="Seconds it may take.")
 def stop(flags: dict[str, Any], timeout: float) -> None:
-    """Stop the daemon: no new work, running answers end, pages are written, then it exits."""
+    """Stop the daemon: no new work, running answers end, pages are written, then it exits. Fine where none runs."""
     from tierd.daemon.cli_spawn import wait_until_gone
 
-    settings = load_settings(flags)
-    with connect(settings) as client:
+    settings = settings_anyway(flags)
+    client = connect_if_running(settings)
+    if client is None:
+        print("no daemon runs")
+        return
+    with client:
         state = client.call("status")
         pid, live = state.get("pid"), (state.get("queue") or {}).get("live", 0)
         try:
             client.call("stop", timeout_s=timeout)
         except DaemonUnreachable:
             pass  # it was faster than its answer
-    what = "the daemon" if not live else f"{live} answer{'s' if live > 1 else ''}"
+    what = "the daemon" if not live else counted(live, "answer")
     wait_until_gone(
         settings.socket, pid if isinstance(pid, int) else 0, timeout + ANSWER_S,
         on_wait=lambda: note(f"waiting for {what} to end (up to {timeout:g} s)"),
     )  # fmt: skip
-    note("tierd stopped")
+    print("tierd stopped")
 
 
 @click.command()
@@ -107,7 +111,7 @@ def stop(flags: dict[str, Any], timeout: float) -> None:
 @json_option
 def status(flags: dict[str, Any], as_json: bool) -> None:
     """Show the state of the daemon, its model and its tiers."""
-    settings = load_settings(flags)
+    settings = settings_anyway(flags)
     try:
         client = connect(settings)
     except DaemonUnreachable as exc:

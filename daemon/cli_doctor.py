@@ -10,10 +10,10 @@ from typing import Any
 import click
 import msgspec
 
+from tierd.daemon import config
 from tierd.daemon import doctor as examination
 from tierd.daemon.cli_common import (
     connect_if_running,
-    human_bytes,
     json_option,
     leave,
     load_settings,
@@ -27,6 +27,7 @@ from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models import catalog
 from tierd.daemon.paths import make_private_dir
 from tierd.daemon.plan import rates
+from tierd.daemon.units import human_bytes
 from tierd.daemon.version import version
 
 MEASURE_S = 1800.0
@@ -40,12 +41,12 @@ _MARKS = {"ok": "ok", "note": "--", "warning": "!!", "problem": "XX"}
 @json_option
 def doctor(flags: dict[str, Any], measure: bool, model: str | None, as_json: bool) -> None:
     """Examine this machine. The exit code is 1 when something does not work."""
-    settings = load_settings(flags)
     if measure:
-        _measure(settings, model, as_json)
+        _measure(load_settings(flags), model, as_json)
         return
+    (settings, _), faults = config.load_anyway(flags)
     found = []
-    for finding in examination.examine(settings, lambda: _running(settings), version()):
+    for finding in examination.examine(settings, lambda: _running(settings), version(), faults):
         found.append(finding)
         if not as_json:
             print(f"{_MARKS[finding.state]}  {finding.name:<11} {finding.text}")

@@ -58,7 +58,7 @@ def rm(flags: dict[str, Any], name: str) -> None:
     """Remove a key by its name or id; what runs in its name may end."""
     path = load_settings(flags).keys_file
     removed = keys.remove(path, name)
-    note(f"key {removed.name} is removed")
+    print(f"key {removed.name} is removed")
     if not keys.read(path):
         note("no key is left: on the loopback address HTTP takes requests without one, unless api_key is set")
 

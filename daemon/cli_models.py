@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from tierd.daemon.cli_common import (
     Progress,
     confirm,
     connect_if_running,
-    human_bytes,
     json_option,
     leave,
     load_settings,
@@ -26,6 +26,7 @@ from tierd.daemon.cli_common import (
 from tierd.daemon.config import Settings
 from tierd.daemon.errors import Conflict
 from tierd.daemon.models import catalog
+from tierd.daemon.units import counted, human_bytes
 
 
 @click.command()
@@ -45,7 +46,7 @@ def pull(
         print_json({part: getattr(manifest, part) for part in ("name", "format", "bytes", "digest")})
     else:
         size = human_bytes(manifest.bytes)
-        note(f"{manifest.name} is ready: {manifest.format}, {size}; try `tierd run {manifest.name}`")
+        print(f"{manifest.name} is ready: {manifest.format}, {size}; try `tierd run {manifest.name}`")
 
 
 def pull_with_progress(
@@ -125,18 +126,31 @@ def show(flags: dict[str, Any], model: str, verify: bool, as_json: bool) -> None
     if as_json:
         print_json(facts)
     else:
-        for key, value in facts.items():
-            print(f"{key:<14} {_readable(key, value)}")
+        for name, text in _readable(facts, manifest):
+            print(f"{name:<11} {text}")
     if findings:
         note(f"error: {manifest.name} is damaged: {'; '.join(findings)}")
         note(f"hint: `tierd pull {manifest.source} --force` makes the model again")
         leave(1)
 
 
-def _readable(key: str, value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {part}" for name, part in value.items() if part not in (None, (), [])) or "-"
-    return human_bytes(value) if key == "bytes" and isinstance(value, int) else str(value)
+def _readable(facts: dict[str, Any], manifest: catalog.Manifest) -> Iterator[tuple[str, str]]:
+    """What `show` says to people; programs get all of it with --json."""
+    spec = manifest.spec
+    sampling = ", ".join(f"{name} {value}" for name, value in facts["sampling"].items())
+    yield "name", manifest.name
+    yield "from", f"{manifest.source}, made {datetime.datetime.fromtimestamp(manifest.created_s):%Y-%m-%d %H:%M}"
+    yield "model", f"{spec.family}, {spec.parameters / 1e6:,.0f} M parameters, {counted(spec.num_layers, 'layer')}"
+    heads = counted(spec.heads, "head")
+    yield "attention", f"{heads} over {spec.kv_heads} of keys and values, each {spec.head_dim} wide"
+    yield "vocabulary", counted(spec.vocab, "token")
+    yield "context", counted(manifest.context, "token")
+    yield "weights", f"{manifest.format}, {human_bytes(manifest.bytes)} in {counted(len(manifest.records), 'record')}"
+    yield "sampling", sampling or "nothing is recommended"
+    yield "directory", str(facts["path"])
+    yield "digest", manifest.digest
+    if "verified" in facts:
+        yield "verified", "every file is as it was made" if facts["verified"] else "; ".join(facts["findings"])
 
 
 def _findings(path: Path, manifest: catalog.Manifest) -> list[str]:
@@ -164,4 +178,4 @@ def rm(flags: dict[str, Any], model: str, yes: bool) -> None:
                 raise Conflict(f"{name} is loaded", hint=f"`tierd unload {name}` first")
     if (settings.models_dir / name).is_dir():
         confirm(f"Delete {name} from {settings.models_dir}?", yes=yes)
-    note(f"deleted {catalog.remove(settings.models_dir, model)}")
+    print(f"deleted {catalog.remove(settings.models_dir, model)}")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from tierd.daemon.cli_common import human_bytes, json_option, load_settings, print_json, print_table, settings_options
+from tierd.daemon.cli_common import json_option, load_settings, print_json, print_table, settings_options
 from tierd.daemon.config import Settings, resolve_sizes
 from tierd.daemon.config_values import context_tokens
 from tierd.daemon.errors import BadRequest
@@ -23,9 +23,11 @@ from tierd.daemon.plan.known import KNOWN, known_shape
 from tierd.daemon.plan.kv import ENGINE_FORMATS, KV_FORMATS, token_bytes
 from tierd.daemon.plan.scenario import Limits, Load, card_memory, card_task, cpu_task
 from tierd.daemon.plan.subject import Subject, find_subject
+from tierd.daemon.plan.weights import weight_formats
+from tierd.daemon.units import human_bytes
 
 _ANSWER_TOKENS = 256
-_WEIGHTS = ("auto", "fp32", "bf16", "int8", "int8-g32", "int4-g32")
+_WEIGHTS = ("auto", *weight_formats())
 
 
 @click.command()
@@ -105,12 +107,11 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
     except DoesNotFit as exc:
         short = f"--weights-mem {-(-exc.needed_bytes // 2**20)}MiB"
         task = cpu_task(subject, load, sizes._replace(weights_bytes=exc.needed_bytes), computer, measured, limits)
-    _, on_what = measured.compute_for(subject.digest, task.formats[0].weights)
-    if measured.assumed:
-        basis = "assumed, not measured: `tierd doctor --measure` measures this machine"
-    else:
-        basis = f"measured here, on {on_what}"
-    found = told.make(task, subject, "this machine's processors", basis, remarks, runs=runs)
+    found = told.make(task, subject, "this machine's processors", "", remarks, runs=runs)
+    basis = "assumed, not measured: `tierd doctor --measure` measures this machine"
+    if not measured.assumed:
+        basis = f"measured here, on {measured.compute_for(subject.digest, found.weight_format)[1]}"
+    found = msgspec.structs.replace(found, rates=basis)
     if not short:
         return found
     missing = f"weights_mem of {human_bytes(sizes.weights_bytes)} is too little to stream them through"
@@ -145,7 +146,7 @@ def _list_cards(as_json: bool) -> None:
     print_table(
         ("CARD", "MEMORY", "GB/S", "FP16 TFLOPS", "LINK GB/S"),
         (
-            (card.name, f"{card.memory_bytes >> 30} GiB", f"{card.bytes_per_s / 1e9:.0f}",
+            (card.name, human_bytes(card.memory_bytes), f"{card.bytes_per_s / 1e9:.0f}",
              f"{card.fp16_flops / 1e12:.4g}{'' if card.printed else ' *'}", f"{card.link_bytes_per_s / 1e9:.1f}")
             for card in CARDS.values()
         ),
@@ -165,7 +166,7 @@ def _list_shapes(as_json: bool) -> None:
     print_table(
         ("SHAPE", "PARAMETERS", "CONTEXT", "KV BF16", "RUNS", "CONFIG.JSON OF"),
         (
-            (name, f"{shape.parameters / 1e9:.3g} B", shape.context, f"{token_bytes(shape, 'bf16') / 1024:.4g} KiB",
+            (name, f"{shape.parameters / 1e9:.3g} B", shape.context, human_bytes(token_bytes(shape, "bf16")),
              "yes" if shape.spec is not None else "no", source)
             for name, shape, source in found
         ),

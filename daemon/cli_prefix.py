@@ -1,4 +1,4 @@
-"""Verbs about known prefixes: prefix ls, pin, unpin, drop."""
+"""Verbs about known prefixes: prefix ls, pin, unpin, drop, persist, evict."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tierd.clients.blocking import Client
 from tierd.daemon.cli_common import (
     confirm,
     connect,
-    human_seconds,
     json_option,
-    load_settings,
     note,
     print_json,
     print_table,
+    settings_anyway,
     settings_options,
     yes_option,
 )
+from tierd.daemon.units import counted, human_seconds
 
 SHOWN_ID_DIGITS = 12
 SHOWN_TEXT_CHARS = 40
@@ -38,7 +38,7 @@ def prefix() -> None:
 @json_option
 def list_(flags: dict[str, Any], limit: int, model: str | None, as_json: bool) -> None:
     """List known prefixes: each run of pages up to a branch or an end, with what lies on the way to it."""
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         answer = _ask(client, "ls", model, limit=limit)
     if as_json:
         print_json(answer)
@@ -94,13 +94,33 @@ def drop(flags: dict[str, Any], prefix_id: str, model: str | None, yes: bool, as
     _change("drop", "forgotten", flags, prefix_id, model, as_json)
 
 
+@prefix.command()
+@click.argument("prefix_id", metavar="ID")
+@settings_options("socket")
+@model_option
+@json_option
+def persist(flags: dict[str, Any], prefix_id: str, model: str | None, as_json: bool) -> None:
+    """Write a prefix to disk at once; when this ends it is durable."""
+    _change("persist", "written", flags, prefix_id, model, as_json)
+
+
+@prefix.command()
+@click.argument("prefix_id", metavar="ID")
+@settings_options("socket")
+@model_option
+@json_option
+def evict(flags: dict[str, Any], prefix_id: str, model: str | None, as_json: bool) -> None:
+    """Drop a prefix, and all that goes on from it, from memory: it stays on disk. Refused while it is not there."""
+    _change("evict", "left memory", flags, prefix_id, model, as_json)
+
+
 def _change(action: str, done: str, flags: dict[str, Any], prefix_id: str, model: str | None, as_json: bool) -> None:
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         answer = _ask(client, action, model, id=prefix_id)
     if as_json:
         print_json(answer)
     else:
-        note(f"{prefix_id}: {answer.get('pages', 0)} pages {done}")
+        print(f"{prefix_id}: {counted(answer.get('pages', 0), 'page')} {done}")
 
 
 def _ask(client: Client, action: str, model: str | None, **arguments: Any) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def run(
         if prompt is None:
             from tierd.daemon.cli_chat import converse
 
-            converse(client, template)
+            converse(client, template, lambda: connect_or_start(settings, flags).close())
         else:
             answer_once(client, with_turns(template, Message("user", prompt)), as_json=as_json)
 
@@ -137,6 +137,11 @@ def ensure_model(settings: config.Settings, model: str) -> None:
     """
     if ("/" in model or model.endswith(".gguf")) and Path(model).expanduser().exists():
         raise ModelNotFound(f"{model} is a file, not a prepared model", hint=f"`tierd pull {model}`", param="model")
+    if catalog.HUB_REF.fullmatch(f"hf:{model}"):  # owner/name
+        name = catalog.parse_ref(f"hf:{model}")
+        known = (settings.models_dir / name).is_dir()
+        hint = f"it is prepared as {name}" if known else f"pull it first: `tierd pull hf:{model}`"
+        raise ModelNotFound(f"{model} is not the name of a prepared model", hint=hint, param="model")
     if (settings.models_dir / catalog.parse_ref(model)).is_dir():
         return
     from tierd.daemon.cli_models import pull_with_progress
@@ -151,14 +156,7 @@ def ensure_model(settings: config.Settings, model: str) -> None:
             raise ModelNotFound(f"{model} is not here yet", hint=f"`tierd pull {model}`", param="model")
         pull_with_progress(settings, model)
         return
-    try:
-        catalog.find(settings.models_dir, model)
-    except ModelNotFound as exc:
-        raise ModelNotFound(
-            f"{model} is not prepared",
-            hint="`tierd list` shows what is, `tierd pull` with hf:owner/name or a file prepares another",
-            param="model",
-        ) from exc
+    raise catalog.not_prepared(settings.models_dir, model)
 
 
 def connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> Client:
@@ -193,6 +191,7 @@ def answer_once(client: Client, submit: Submit, *, as_json: bool) -> None:
                     screen.end_line()
                     print_json(outcome("".join(pieces), event))
                 case "done":
+                    screen.end()
                     sys.stdout.write("\n")
                     sys.stdout.flush()
                     tell_cut(event, submit, "--max-tokens")

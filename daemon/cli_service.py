@@ -22,7 +22,7 @@ from tierd.daemon.cli_common import (
     print_json,
     settings_options,
 )
-from tierd.daemon.errors import AlreadyRunning, Conflict, NotFound, PermissionDenied, TimedOut
+from tierd.daemon.errors import AlreadyRunning, BadRequest, Conflict, NotFound, PermissionDenied, TimedOut
 from tierd.daemon.service_unit import NAME, unit_text
 
 SYSTEMCTL_TIMEOUT_S = 120.0  # beyond the start and the stop of the unit
@@ -42,6 +42,12 @@ def service() -> None:
 def install(flags: dict[str, Any], no_start: bool, only_print: bool) -> None:
     """Install a user service. It runs with the flags given here and with the TIERD_* variables that are set now."""
     settings = load_settings(flags)
+    if secrets := [doc for doc in config.setting_docs() if doc.secret and flags.get(doc.name) is not None]:
+        # Left out, the service would refuse whoever has the key, or let in whoever has none.
+        raise BadRequest(
+            f"{secrets[0].flag} is not written into a unit, where others could read it",
+            hint=f"put {secrets[0].name} into the config file, or use `tierd key add`",
+        )
     # A service starts somewhere else: relative paths are made whole.
     whole = {name: str(found) if isinstance(found := getattr(settings, name), Path) else flags[name] for name in flags}
     given = given_flags({name: value for name, value in whole.items() if flags[name] is not None})
@@ -68,7 +74,7 @@ def install(flags: dict[str, Any], no_start: bool, only_print: bool) -> None:
     _systemctl("enable", NAME)
     if not no_start:
         _systemctl("restart", NAME)  # a running one takes the new unit
-    note(f"{NAME} is installed at {path}" + ("" if no_start else " and runs"))
+    print(f"{NAME} is installed at {path}" + ("" if no_start else " and runs"))
     note("`loginctl enable-linger` keeps it running when you log out")
 
 
@@ -95,7 +101,7 @@ def uninstall() -> None:
     except OSError as exc:
         raise PermissionDenied(f"cannot remove {_unit_path()}: {exc.strerror}", hint="check its owner") from exc
     _systemctl("daemon-reload")
-    note(f"{NAME} is removed; models, pages and settings stay")
+    print(f"{NAME} is removed; models, pages and settings stay")
 
 
 def _unit_path() -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tierd.clients.blocking import Client
 from tierd.daemon import paths
+from tierd.daemon.cli_common import note
 from tierd.daemon.config import Settings
 from tierd.daemon.errors import BadConfig, DaemonUnreachable, PermissionDenied, TierdError, TimedOut, TryLater
 
@@ -25,6 +26,8 @@ def spawn(settings: Settings, flags: list[str]) -> tuple[Client, int]:
     Returns a connected client and the pid. What the daemon prints before its log is open goes to `tierd.err` beside the
     log; when it dies early, that text is the error, under the exit code it chose.
     """
+    if (fault := unwritable(settings.cache_dir)) is not None:
+        note(f"warning: {fault} cannot be written to: neither pages nor compiled kernels are kept; see --cache-dir")
     words = paths.make_private_dir(paths.state_dir()) / "tierd.err"
     with open(os.open(words, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as sink:
         child = subprocess.Popen(
@@ -47,6 +50,12 @@ def spawn(settings: Settings, flags: list[str]) -> tuple[Client, int]:
         time.sleep(POLL_S)
     child.terminate()
     raise TimedOut(f"the daemon did not answer within {START_TIMEOUT_S:g} s", hint=f"see {words} and `tierd logs`")
+
+
+def unwritable(directory: Path) -> Path | None:
+    """The directory, or the nearest one above it that is there, when nothing can be written there; else None."""
+    directory = paths.nearest_existing(directory)
+    return None if os.access(directory, os.W_OK | os.X_OK) else directory
 
 
 def _early_death(returncode: int, words: Path) -> TierdError:

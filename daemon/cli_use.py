@@ -8,19 +8,17 @@ import click
 
 from tierd.daemon.cli_common import (
     connect,
-    human_bytes,
-    human_seconds,
     json_option,
     load_model,
-    load_settings,
-    note,
     print_json,
     print_table,
+    settings_anyway,
     settings_options,
     written_today,
 )
 from tierd.daemon.config_values import size_bytes
 from tierd.daemon.errors import BadRequest
+from tierd.daemon.units import human_bytes, human_seconds
 
 RESIZE_EXTRA_S = 60.0  # beyond its timeout
 UNLOAD_TIMEOUT_S = 120.0  # pages that only memory holds are written first
@@ -31,7 +29,7 @@ UNLOAD_TIMEOUT_S = 120.0  # pages that only memory holds are written first
 @json_option
 def ps(flags: dict[str, Any], as_json: bool) -> None:
     """List the models that are loaded."""
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         engines = client.call("ps").get("engines", [])
     if as_json:
         print_json({"engines": engines})
@@ -56,12 +54,12 @@ def ps(flags: dict[str, Any], as_json: bool) -> None:
 @json_option
 def load(flags: dict[str, Any], model: str, as_json: bool) -> None:
     """Load a model and return when it is ready."""
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         result = load_model(client, model)
     if as_json:
         print_json(result)
     else:
-        note(f"{result.get('model', model)} is ready")
+        print(f"{result.get('model', model)} is ready")
 
 
 @click.command()
@@ -74,15 +72,15 @@ def unload(flags: dict[str, Any], model: str | None, every: bool, as_json: bool)
     if (model is None) == (not every):
         raise BadRequest("name one model, or give --all", hint="`tierd ps` lists what is loaded")
     arguments: dict[str, Any] = {"all": True} if every else {"model": model}
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         result = client.call("unload", wait_s=UNLOAD_TIMEOUT_S, **arguments)
     unloaded = [str(name) for name in result.get("unloaded", [])]
     if as_json:
         print_json({"unloaded": unloaded})
     elif unloaded:
-        note(f"unloaded {', '.join(unloaded)}")
+        print(f"unloaded {', '.join(unloaded)}")
     else:
-        note(f"{model} was not loaded" if model else "nothing was loaded")
+        print(f"{model} was not loaded" if model else "nothing was loaded")
 
 
 @click.command()
@@ -113,12 +111,12 @@ def resize(
     }
     if not sizes:
         raise BadRequest("say what to change", hint="for example --device-mem 6GB or --weights-mem 2GB")
-    with connect(load_settings(flags)) as client:
+    with connect(settings_anyway(flags)) as client:
         result = client.call("resize", model=model, timeout_s=timeout, wait_s=timeout + RESIZE_EXTRA_S, **sizes)
     if as_json:
         print_json(result)
         return
-    note(
+    print(
         f"{result.get('model', model)}: {human_bytes(result.get('device_bytes'))} on the device, "
         f"{human_bytes(result.get('host_bytes'))} in CPU memory, {human_bytes(result.get('weights_bytes'))} of weights"
     )

@@ -10,14 +10,16 @@ apart, by `auto_sizes`, so that a `Settings` holds what was asked for and never 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from tierd.daemon.config_file import read_file
 from tierd.daemon.config_values import (
     boolean,
     choice,
@@ -29,6 +31,7 @@ from tierd.daemon.config_values import (
     listen_address,
     log_size_bytes,
     model_reference,
+    model_references,
     private_file,
     size_bytes,
     size_or_auto,
@@ -38,7 +41,15 @@ from tierd.daemon.config_values import (
 )
 from tierd.daemon.errors import BadConfig, suggest
 from tierd.daemon.machine import Machine, Sizes, auto_sizes, auto_weights
-from tierd.daemon.paths import cache_dir, check_socket_path, config_file, keys_file, models_dir, socket_path
+from tierd.daemon.paths import (
+    batches_dir,
+    cache_dir,
+    check_socket_path,
+    config_file,
+    keys_file,
+    models_dir,
+    socket_path,
+)
 
 
 def _setting(doc: str, parse: Callable[[object], Any], *, key: str = "", secret: bool = False) -> dict[str, Any]:
@@ -64,6 +75,10 @@ class Settings:
     api_key: str = field(default="", metadata=_setting("key that HTTP clients must send", text, secret=True))
     keys_file: Path = field(
         default_factory=keys_file, metadata=_setting("file of the API keys that `tierd key` makes", private_file)
+    )
+    batches_dir: Path = field(
+        default_factory=batches_dir,
+        metadata=_setting("directory of the files and answers of /v1/batches", existing_or_new_dir),
     )
     allowed_hosts: tuple[str, ...] = field(
         default=(), metadata=_setting("names by which HTTP may be asked for, beside its own", host_names)
@@ -94,7 +109,10 @@ class Settings:
     )
     threads: int = field(default=0, metadata=_setting("threads that compute, 0: every core", count(0, 1024)))
     kv_format: str = field(
-        default="fp32", metadata=_setting("numbers in a page: fp32, fp16 or bf16", choice("fp32", "fp16", "bf16"))
+        default="fp32", metadata=_setting(
+            "numbers in a page: fp32, fp16, bf16 or fp8, or keys and values of 8 or 4 bits: k8v8, k8v4, k4v8, k4v4",
+            choice("fp32", "fp16", "bf16", "fp8", "k8v8", "k8v4", "k4v8", "k4v4"),
+        ),
     )
     ctx: int = field(
         default=0, metadata=_setting("longest context in tokens, 0: what the model was trained for", context_tokens)
@@ -117,6 +135,13 @@ class Settings:
     keep_alive_s: float | None = field(
         default=900.0,
         metadata=_setting("time until an idle model is unloaded: 90, 15m, 1h or never", duration_s, key="keep_alive"),
+    )
+    max_loaded: int = field(
+        default=0, metadata=_setting("models loaded at once, 0: as many as fit into the memory", count(0, 64))
+    )
+    pinned_models: tuple[str, ...] = field(
+        default=(),
+        metadata=_setting("models that stay loaded: not unloaded when idle, nor to make room", model_references),
     )
     log_level: str = field(
         default="info",
@@ -185,13 +210,27 @@ def load(flags: Mapping[str, object], env: Mapping[str, str] = os.environ, path:
 
     `path`: the config file; without it the user's own one, which need not exist. Raises BadConfig.
     """
+    loaded, faults = load_anyway(flags, env, path)
+    if faults:
+        raise faults[0]
+    return loaded
+
+
+def load_anyway(
+    flags: Mapping[str, object], env: Mapping[str, str] = os.environ, path: Path | None = None
+) -> tuple[Loaded, tuple[BadConfig, ...]]:
+    """As `load`, for those who can go on with defaults: also what is wrong in the file and the variables.
+
+    A value that cannot be used is the default one. Raises BadConfig for a flag alone: who typed it is there to mend it.
+    """
     docs = setting_docs()
     values: dict[str, Any] = {
         "models_dir": models_dir(env), "cache_dir": cache_dir(env), "socket": socket_path(env),
-        "keys_file": keys_file(env),
+        "keys_file": keys_file(env), "batches_dir": batches_dir(env),
     }  # fmt: skip
     origins = dict.fromkeys((doc.name for doc in docs), "default")
     by_key, by_env = {doc.key: doc for doc in docs}, {doc.env: doc for doc in docs}
+    faults: list[BadConfig] = []
 
     def take(doc: SettingDoc, value: object, origin: str, where: str) -> None:
         try:
@@ -201,59 +240,46 @@ def load(flags: Mapping[str, object], env: Mapping[str, str] = os.environ, path:
             raise BadConfig(f"{where} must be {exc}{shown}", param=doc.key, hint=doc.doc) from None
         origins[doc.name] = origin
 
-    file = path or config_file(env)
-    for key, value in _read_file(file, must_exist=path is not None or bool(env.get("TIERD_CONFIG"))).items():
+    def try_to(take_one: Callable[[], None]) -> None:
+        try:
+            take_one()
+        except BadConfig as exc:
+            faults.append(exc)
+
+    def from_file(key: str, value: object) -> None:
         if key not in by_key:
             raise BadConfig(f"unknown key {key!r} in {file}", hint=suggest(key, list(by_key)) or _KEYS_HINT, param=key)
         doc = by_key[key]
         if doc.parse in _PATHS and isinstance(value, str) and value and value[0] != "~":
             value = str(file.absolute().parent / value)  # from where the file lies, not from where somebody stood
         take(doc, value, f"file {file}", f"{key} in {file}")
-    for name, raw in sorted(env.items()):
-        if not name.startswith("TIERD_") or name in _OTHER_ENV or name.startswith("TIERD_TEST_"):
-            continue
+
+    def from_env(name: str, raw: str) -> None:
         if name not in by_env:
             known = [*by_env, *_OTHER_ENV]
             raise BadConfig(f"unknown variable {name}", hint=suggest(name, known) or _KEYS_HINT, param=name)
         if raw or by_env[name].parse is text or by_env[name].parse is listen_address:
             take(by_env[name], raw, f"env {name}", name)
+
+    file, table = path or config_file(env), dict[str, object]()
+    try_to(lambda: table.update(read_file(file, must_exist=path is not None or bool(env.get("TIERD_CONFIG")))))
+    for key, value in table.items():
+        try_to(functools.partial(from_file, key, value))
+    for name, raw in sorted(env.items()):
+        if name.startswith("TIERD_") and name not in _OTHER_ENV and not name.startswith("TIERD_TEST_"):
+            try_to(functools.partial(from_env, name, raw))
     by_name = {doc.name: doc for doc in docs}
     for name, value in flags.items():
         if value is not None:
             doc = by_name[name]
             take(doc, value, f"flag {doc.flag}", doc.flag)
     settings = Settings(**values)
-    _check_together(settings, origins)
-    return Loaded(settings, origins)
+    try_to(lambda: _check_together(settings, origins))
+    return Loaded(settings, origins), tuple(faults)
 
 
 _PATHS = (existing_or_new_dir, socket_file, private_file)
 _KEYS_HINT = "`tierd config show` lists every setting"
-
-
-def _read_file(file: Path, *, must_exist: bool) -> dict[str, object]:
-    if not must_exist and not file.exists():
-        return {}
-    import tomllib  # 10 ms that only a user with a config file pays
-
-    try:
-        with file.open("rb") as stream:
-            return dict(_dotted(tomllib.load(stream)))
-    except FileNotFoundError:
-        raise BadConfig(f"no config file at {file}", hint="check TIERD_CONFIG") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise BadConfig(f"{file} is not valid TOML: {exc}", hint="mend that line, or move the file away") from None
-    except OSError as exc:
-        raise BadConfig(f"cannot read {file}: {exc.strerror}", hint="check its owner and mode") from None
-
-
-def _dotted(table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Keys of a file and of the tables in it: `strip_attribution` of `[compat]` is `compat.strip_attribution`."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
-        else:
-            yield key, value
 
 
 def is_loopback(host: str) -> bool:

@@ -120,9 +120,9 @@ def text(value: object) -> str:
 
 def model_reference(value: object) -> str:
     """A model by name; what it means is for the catalog to say."""
-    if isinstance(value, str) and value.strip() and value.isprintable():
+    if isinstance(value, str) and _MODEL.fullmatch(value.strip().lower()):
         return value.strip()
-    raise ValueError("the name of a model")
+    raise ValueError("the name of a model such as smollm2:135m")
 
 
 def existing_or_new_dir(value: object) -> Path:
@@ -165,6 +165,7 @@ def listen_address(value: object) -> str:
 
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:\d{1,5})?")
+_MODEL = re.compile(r"[a-z0-9][a-z0-9._:@/-]*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:\d{1,5})?")
 MAX_NAMES = 64
 
@@ -177,6 +178,11 @@ def host_names(value: object) -> tuple[str, ...]:
 def web_origins(value: object) -> tuple[str, ...]:
     """Origins of web pages, as a browser sends them: a list, or a string with commas."""
     return _names(value, _ORIGIN, "origins such as http://localhost:3000, with commas between them")
+
+
+def model_references(value: object) -> tuple[str, ...]:
+    """Models by name: a list, or a string with commas."""
+    return _names(value, _MODEL, "names of models such as smollm2:135m, with commas between them")
 
 
 def _names(value: object, pattern: re.Pattern[str], what: str) -> tuple[str, ...]:

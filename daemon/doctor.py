@@ -7,7 +7,6 @@ the disk is.
 from __future__ import annotations
 
 import enum
-import mmap
 import os
 import platform
 import resource
@@ -15,19 +14,21 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tierd.daemon.config import Settings, resolve_sizes
-from tierd.daemon.errors import TierdError
+from tierd.daemon.errors import BadConfig, TierdError
+from tierd.daemon.keys import check_reach
 from tierd.daemon.machine import Machine, probe_machine, total_memory_bytes
 from tierd.daemon.models import catalog
-from tierd.daemon.paths import check_socket_path
+from tierd.daemon.paths import check_socket_path, config_file, nearest_existing
 from tierd.daemon.plan import rates
+from tierd.daemon.plan.disk import probe_disk
+from tierd.daemon.units import human_bytes
 
 MIN_PYTHON = (3, 11)
 MIN_FILES = 4096  # a thousand connections on both sockets, slab files, and the rest
@@ -58,8 +59,14 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-def examine(settings: Settings, daemon_version: Callable[[], str | None], own_version: str) -> Iterator[Finding]:
-    """All findings, in the order in which they matter; some take a second. `daemon_version`: None where none runs."""
+def examine(
+    settings: Settings, daemon_version: Callable[[], str | None], own_version: str, faults: Sequence[BadConfig] = ()
+) -> Iterator[Finding]:
+    """All findings, in the order in which they matter; some take a second.
+
+    `daemon_version`: None where none runs. `faults`: what is wrong with the settings; the others are looked at then.
+    """
+    yield from config_findings(settings, faults)
     machine = probe_machine(settings.cache_dir)
     threads = settings.threads or len(os.sched_getaffinity(0))
     yield python_finding(sys.version_info[:2])
@@ -77,6 +84,20 @@ def examine(settings: Settings, daemon_version: Callable[[], str | None], own_ve
     yield socket_finding(settings.socket)
     yield daemon_finding(daemon_version, own_version)
     yield measured_finding(settings.cache_dir, threads)
+
+
+def config_findings(settings: Settings, faults: Sequence[BadConfig]) -> Iterator[Finding]:
+    """Config file and variables: with a fault in them the daemon does not start."""
+    for fault in faults:
+        yield Finding("config", State.PROBLEM, fault.message, fault.hint or "")
+    if not faults:
+        try:
+            check_reach(settings)
+        except TierdError as exc:
+            yield Finding("config", State.PROBLEM, exc.message, exc.hint or "")
+            return
+        file = config_file(os.environ)
+        yield Finding("config", State.OK, f"{file}{'' if file.exists() else ' (not there: defaults)'}")
 
 
 def python_finding(version: tuple[int, ...]) -> Finding:
@@ -102,7 +123,7 @@ def cpu_finding(architecture: str, flags: frozenset[str], threads: int) -> Findi
 
 def memory_finding(machine: Machine) -> Finding:
     """Memory, in a container what its limit leaves."""
-    text = f"{machine.total_ram / 1e9:.1f} GB, {machine.available_ram / 1e9:.1f} GB available"
+    text = f"{human_bytes(machine.total_ram)}, {human_bytes(machine.available_ram)} available"
     if machine.available_ram < MIN_MEMORY_BYTES:
         remedy = "end other programs, or give tierd less with --device-mem, --host-mem and --weights-mem"
         return Finding("memory", State.WARNING, text, remedy)
@@ -122,7 +143,7 @@ def memlock_finding(soft: int) -> Finding:
     """Memory that may be locked: what a card copies from is pinned."""
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock", State.OK, "no limit")
-    text = f"{soft / 1e6:.0f} MB may be locked: enough without a card, which copies from pinned memory"
+    text = f"{human_bytes(soft)} may be locked: enough without a card, which copies from pinned memory"
     remedy = "with a card: `ulimit -l unlimited`, or LimitMEMLOCK=infinity in its service"
     return Finding("memlock", State.NOTE, text, remedy)
 
@@ -138,9 +159,7 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 def directory_finding(name: str, path: Path) -> Finding:
     """A directory of ours: it, or the nearest one above it that exists, can be written to."""
-    place = path
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = nearest_existing(path)
     if not place.is_dir():
         return Finding(name, State.PROBLEM, f"{place} is no directory", "move it away, or choose another directory")
     if not os.access(place, os.W_OK | os.X_OK):
@@ -162,7 +181,7 @@ def models_finding(models_dir: Path) -> Finding:
 def space_finding(settings: Settings, machine: Machine) -> Finding:
     """Free space for the page store."""
     sizes = resolve_sizes(settings, machine)
-    text = f"{machine.free_disk / 1e9:.1f} GB free, {sizes.nvme_bytes / 1e9:.1f} GB of it for pages"
+    text = f"{human_bytes(machine.free_disk)} free, {human_bytes(sizes.nvme_bytes)} of it for pages"
     if settings.nvme_mem == 0:
         return Finding("disk space", State.NOTE, f"{text}: turned off", "--nvme-mem auto turns it on")
     if not sizes.nvme_bytes:
@@ -176,11 +195,9 @@ def space_finding(settings: Settings, machine: Machine) -> Finding:
 
 def disk_findings(cache_dir: Path) -> Iterator[Finding]:
     """O_DIRECT and a first idea of the speed."""
-    place = cache_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = nearest_existing(cache_dir)
     try:
-        direct, written, read = probe_disk(place)
+        direct, rate = probe_disk(place, PROBE_REQUEST_BYTES, PROBE_BYTES, PROBE_LIMIT_S)
     except OSError as exc:
         yield Finding("disk", State.PROBLEM, f"{place}: {exc.strerror}", "choose another --cache-dir")
         return
@@ -189,48 +206,13 @@ def disk_findings(cache_dir: Path) -> Iterator[Finding]:
     else:
         remedy = "put --cache-dir on a local file system such as ext4 or xfs"
         yield Finding("O_DIRECT", State.WARNING, "does not work: pages go through the page cache", remedy)
-    text = f"reads {read / 1e6:.0f} MB/s, writes {written / 1e6:.0f} MB/s (one request at a time)"
-    if direct and read < SLOW_DISK_BYTES_PER_S:
+    read, written = (f"{human_bytes(speed)}/s" for speed in (rate.read_bytes_per_s, rate.write_bytes_per_s))
+    text = f"reads {read}, writes {written} (one request at a time)"
+    if direct and rate.read_bytes_per_s < SLOW_DISK_BYTES_PER_S:
         remedy = "put --cache-dir on an NVMe drive: on this disk most prefixes are computed again instead of read"
         yield Finding("disk speed", State.WARNING, text, remedy)
     else:
         yield Finding("disk speed", State.OK, text)
-
-
-def probe_disk(directory: Path) -> tuple[bool, float, float]:
-    """Whether O_DIRECT works in a directory, and bytes per second written and read. Raises OSError."""
-    fd, name = tempfile.mkstemp(prefix=".tierd-doctor-", dir=directory)
-    buffer = mmap.mmap(-1, PROBE_REQUEST_BYTES)  # on a page boundary
-    try:
-        os.close(fd)
-        direct = True
-        try:
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-            os.pwritev(fd, [buffer], 0)
-        except OSError:
-            direct = False
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            start_s = time.monotonic()
-            wrote = _until(PROBE_LIMIT_S, lambda at: os.pwritev(fd, [buffer], at))
-            os.fdatasync(fd)
-            written = wrote / max(time.monotonic() - start_s, 1e-9)
-            start_s = time.monotonic()
-            got = _until(PROBE_LIMIT_S, lambda at: os.preadv(fd, [buffer], at % wrote))
-            return direct, written, got / max(time.monotonic() - start_s, 1e-9)
-        finally:
-            os.close(fd)
-    finally:
-        buffer.close()
-        os.unlink(name)
-
-
-def _until(limit_s: float, call: Callable[[int], int]) -> int:
-    """Bytes that went through before all of the probe, or the time, was over."""
-    start_s, done = time.monotonic(), 0
-    while done < PROBE_BYTES and time.monotonic() - start_s < limit_s:
-        done += call(done)
-    return done
 
 
 def socket_finding(path: Path) -> Finding:
@@ -276,8 +258,8 @@ def measured_finding(cache_dir: Path, threads: int) -> Finding:
     if measured is None:
         return Finding("measured", State.NOTE, "no: plans rest on assumed rates", "`tierd doctor --measure`")
     when = time.strftime("%Y-%m-%d", time.localtime(measured.taken_s))
-    return Finding("measured", State.OK, f"{when}, memory {measured.memory_bytes_per_s / 1e9:.1f} GB/s, pages from the "
-                   f"disk {measured.streaming.pages_bytes_per_s / 1e6:.0f} MB/s")  # fmt: skip
+    return Finding("measured", State.OK, f"{when}, memory {human_bytes(measured.memory_bytes_per_s)}/s, pages from "
+                   f"the disk {human_bytes(measured.streaming.pages_bytes_per_s)}/s")  # fmt: skip
 
 
 def _cpu_flags() -> frozenset[str]:

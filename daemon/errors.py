@@ -248,6 +248,16 @@ def from_wire(data: Mapping[str, object]) -> TierdError:
     )
 
 
+def sentence(exc: TierdError) -> str:
+    """An error in one line: what is wrong, and what to do."""
+    return f"{exc.message}; {exc.hint}" if exc.hint else exc.message
+
+
+def should_retry(exc: TierdError) -> bool:
+    """Whether the same request can succeed later. SDKs retry every 409, 429 and 5xx unless they are told not to."""
+    return isinstance(exc, TryLater | EngineFailed)
+
+
 def suggest(word: str, known: list[str]) -> str | None:
     """A did-you-mean sentence for a mistyped word, or None when nothing known is near."""
     import difflib  # 5 ms that only a typo pays

@@ -80,6 +80,8 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     prompt: str | None = None
     suffix: str | None = None  # with `prompt`: what comes after the answer (fill in the middle)
     tokens: tuple[int, ...] | None = None
+    before: tuple[int, ...] = ()  # with `messages`: tokens that come before theirs
+    tell_prompt: bool = False  # `done` has the tokens of the prompt
     sampling: Sampling = Sampling()
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"  # auto, none, required, or `function:NAME`
@@ -95,9 +97,14 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     tenant: str = ""  # set by the front from the peer, never by a client
     quota_pages: int = 0  # set by the front: cached pages that the tenant may have; 0 is no bound
     ctx: int | None = None  # a smaller context than the model's, in tokens
-    priority: int = 0  # lower runs first
+    priority: int = 0  # lower runs first; above 0 it gives its place to those that are not
     # Filled by the front when it resumes a stream on a new engine: tokens the client already has.
     resume: tuple[int, ...] = ()
+
+
+# The bounds of what an answer is held to, for whoever checks requests and for whoever compiles grammars.
+MAX_TOOLS = 128
+MAX_FORMAT_CHARS = {"json_object": 0, "json_schema": 256 << 10, "regex": 8192, "grammar": 64 << 10}
 
 
 class Usage(msgspec.Struct, frozen=True):

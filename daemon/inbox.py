@@ -45,7 +45,7 @@ class Inbox:
         if self._closed is not None:
             return True
         if event.ev == "progress" and self._pending and self._pending[-1].ev == "progress":
-            self._pending.pop()
+            self._pending_bytes -= _size_bytes(self._pending.pop())
         self._pending.append(event)
         self._pending_bytes += _size_bytes(event)
         if event.ev in TERMINAL:
@@ -102,6 +102,7 @@ def joined(run: Sequence[Event]) -> Event:
     data["tokens"] = [token for event in run for token in event.data["tokens"]]
     if thinking := "".join(event.data.get("thinking", "") for event in run):
         data["thinking"] = thinking
+        data["thinking_tokens"] = sum(event.data.get("thinking_tokens", 0) for event in run)
     for name in ("calls", "logprobs"):
         if entries := [entry for event in run for entry in event.data.get(name, ())]:
             data[name] = entries

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.errors import BadRequest, Conflict, NotFound, PermissionDenied
+from tierd.daemon.config import Settings, is_loopback, split_listen
+from tierd.daemon.errors import BadConfig, BadRequest, Conflict, NotFound, PermissionDenied
 
 log = logging.getLogger("tierd.keys")
 
@@ -58,12 +59,15 @@ def read(path: Path) -> tuple[ApiKey, ...]:
     except FileNotFoundError:
         return ()
     except OSError as exc:
-        raise PermissionDenied(f"cannot read the keys {path}: {exc.strerror}", hint=_MODE_HINT) from None
+        raise _unreadable(path, exc) from exc
     with open(fd, "rb") as file:
         info = os.fstat(fd)
         if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077 or not stat.S_ISREG(info.st_mode):
             raise PermissionDenied(f"the keys {path} are open to others", hint=f"`chmod 600 {path}`, and make new keys")
-        data = file.read(MAX_FILE_BYTES + 1)
+        try:
+            data = file.read(MAX_FILE_BYTES + 1)
+        except OSError as exc:
+            raise _unreadable(path, exc) from exc
     try:
         if len(data) > MAX_FILE_BYTES:
             raise msgspec.DecodeError("it is too long")
@@ -71,6 +75,19 @@ def read(path: Path) -> tuple[ApiKey, ...]:
     except (msgspec.DecodeError, UnicodeError) as exc:
         hint = "move it away and make new keys"
         raise PermissionDenied(f"{path} is no file of keys: {exc}", hint=hint) from None
+
+
+def check_reach(settings: Settings) -> None:
+    """Raises BadConfig when HTTP would listen for other machines and no key is there to keep them out."""
+    if not settings.listen or settings.api_key or is_loopback(split_listen(settings.listen)[0]):
+        return
+    if not read(settings.keys_file):
+        hint = "`tierd key add NAME` makes one; or listen on 127.0.0.1"
+        raise BadConfig(f"listening at {settings.listen} needs an API key", hint=hint, param="listen")
+
+
+def _unreadable(path: Path, exc: OSError) -> PermissionDenied:
+    return PermissionDenied(f"cannot read the keys {path}: {exc.strerror}", hint=_MODE_HINT)
 
 
 def add(path: Path, name: str, *, quota_pages: int = 0, max_requests: int = 0) -> tuple[ApiKey, str]:
@@ -114,6 +131,7 @@ class KeyRing:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._told = ""  # what was said of a file that can't be read
         self._stamp: tuple[int, ...] | None = None
         self._keys: dict[str, ApiKey] = {}
         self._broken = False
@@ -147,12 +165,15 @@ class KeyRing:
             stamp = (-1,)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
+        told, self._stamp = self._told, stamp
         try:
-            self._keys, self._broken = {key.id: key for key in read(self._path)}, False
+            self._keys, self._broken, self._told = {key.id: key for key in read(self._path)}, False, ""
         except PermissionDenied as exc:
-            self._keys, self._broken = {}, True
-            log.error("%s; HTTP requests are refused until then", exc)
+            self._keys, self._broken, self._told = {}, True, str(exc)
+            if isinstance(exc.__cause__, OSError):
+                self._stamp = None  # no descriptor, an error of the disk: that may pass while the file stays as it is
+            if told != self._told:
+                log.error("%s; HTTP requests are refused until then", exc)
 
 
 @contextlib.contextmanager

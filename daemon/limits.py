@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sized
 from typing import Any
 
 import msgspec
 
 from tierd.daemon.config_values import MIN_CONTEXT_TOKENS
 from tierd.daemon.errors import BadRequest
+from tierd.daemon.generation import MAX_FORMAT_CHARS as MAX_FORMAT_CHARS
+from tierd.daemon.generation import MAX_TOOLS as MAX_TOOLS
 from tierd.daemon.protocol import Format, Message, Sampling, Submit, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -22,16 +25,14 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PENALTY = 100.0
 MAX_PRIORITY = 100
 MAX_SEED = (1 << 63) - 1
-MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
 MAX_CALL_ID_CHARS = 256
 MAX_SCHEMA_DEPTH = 48  # levels of JSON; a frame and a body have a few around it
 MAX_SCHEMA_VALUES = 16384  # of one schema
 MAX_TOOL_VALUES = 65536  # of all tools together
-MAX_SCHEMA_CHARS = 256 << 10
-MAX_REGEX_CHARS = 8192
-MAX_GRAMMAR_CHARS = 64 << 10
 MAX_LOGPROBS = 20
+MAX_PARTS = 4096  # of one message, in dialects whose messages have parts
+MAX_FIELDS = 1024  # of an object whose fields are looked at one by one
 MAX_ANSWERS = 64  # engine streams of one request: n or best_of, times the number of prompts
 MAX_BEAMS = 32
 MAX_KEEPS = 4
@@ -59,6 +60,27 @@ def check_submit(submit: Submit, context_tokens: int) -> None:
         raise _bad("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
+def check_count(where: str, given: Sized | None, most: int) -> None:
+    """Raises BadRequest that names the field when it has too many entries.
+
+    For dialects, before they make anything of each: bodies are parsed where every connection is served.
+    """
+    if given is not None and len(given) > most:
+        raise _bad(where, f"has {len(given)} entries, at most {most} are allowed")
+
+
+def fitted(submit: Submit, context_tokens: int) -> Submit:
+    """The same with a `max_tokens` of at most the context, for dialects whose clients send one figure to every model.
+
+    It is a bound, and an answer that reaches the context says so: nothing is cut silently.
+    """
+    sampling = submit.sampling
+    if sampling.max_tokens is None or sampling.max_tokens <= context_tokens:
+        return submit
+    sampling = msgspec.structs.replace(sampling, max_tokens=context_tokens)
+    return msgspec.structs.replace(submit, sampling=sampling)
+
+
 def _check_input(submit: Submit) -> None:
     given = [name for name in ("messages", "prompt", "tokens") if getattr(submit, name) is not None]
     if len(given) != 1:
@@ -78,6 +100,17 @@ def _check_input(submit: Submit) -> None:
             raise _bad("tokens", "is empty")
         if not all(0 <= token <= MAX_TOKEN_ID for token in submit.tokens):
             raise _bad("tokens", "holds a number that is no token id")
+    if submit.before:
+        _check_before(submit)
+
+
+def _check_before(submit: Submit) -> None:
+    if submit.messages is None:
+        raise _bad("before", "needs messages")
+    if submit.keep:
+        raise _bad("before", "and keep exclude each other")
+    if not all(0 <= token <= MAX_TOKEN_ID for token in submit.before):
+        raise _bad("before", "holds a number that is no token id")
 
 
 def _check_messages(messages: tuple[Message, ...]) -> None:
@@ -163,7 +196,7 @@ def _check_format(given: Format) -> None:
             if given.source:
                 raise _bad("format.source", "must be empty for json_object")
         case "json_schema":
-            _length("format.source", given.source, MAX_SCHEMA_CHARS)
+            _length("format.source", given.source, MAX_FORMAT_CHARS["json_schema"])
             try:
                 schema = msgspec.json.decode(given.source)
             except (msgspec.DecodeError, RecursionError):
@@ -172,9 +205,9 @@ def _check_format(given: Format) -> None:
                 raise _bad("format.source", "is not a JSON object")
             _check_schema("format.source", schema)
         case "regex":
-            _length("format.source", given.source, MAX_REGEX_CHARS)
+            _length("format.source", given.source, MAX_FORMAT_CHARS["regex"])
         case "grammar":
-            _length("format.source", given.source, MAX_GRAMMAR_CHARS)
+            _length("format.source", given.source, MAX_FORMAT_CHARS["grammar"])
 
 
 def _check_answers(submit: Submit) -> None:

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from tierd.daemon.paths import nearest_existing
+
 
 class Machine(NamedTuple):
     """What the sizes are computed from, in bytes."""
@@ -72,10 +74,7 @@ def probe_machine(cache_dir: Path) -> Machine:
     limit = _cgroup_left_bytes()
     if limit is not None:
         total, available = min(total, limit), min(available, limit)
-    place = cache_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    disk = os.statvfs(place)
+    disk = os.statvfs(nearest_existing(cache_dir))
     return Machine(total, available, disk.f_bavail * disk.f_frsize)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.daemon import protocol
+from tierd.daemon import embedding, limits, protocol
 from tierd.daemon.errors import BadRequest, Unsupported, suggest
 from tierd.daemon.service import Service
 from tierd.daemon.version import version
@@ -17,8 +17,9 @@ MAX_TIMEOUT_S = 600.0
 DRAIN_S = 30.0
 STOP_S = 10.0
 RESIZE_S = 30.0
+MAX_EMBED_INPUTS = 256  # of one call: their vectors come in one frame
 _CACHE_ACTIONS = ("ls", "verify", "gc", "clear")
-_PREFIX_ACTIONS = ("ls", "pin", "unpin", "drop")
+_PREFIX_ACTIONS = ("ls", "pin", "unpin", "drop", "persist", "evict")
 
 
 class _None(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,6 +43,14 @@ class _Tokenize(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     messages: tuple[protocol.Message, ...] | None = None
 
 
+class _Embed(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    dimensions: int | None = None
+    truncate: bool = False
+    priority: int = 0  # lower runs first
+
+
 class _Prefix(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     action: str
     model: str | None = None
@@ -53,12 +62,18 @@ class _Top(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     model: str
     maps: dict[str, int] | None = None
     prefixes: int | None = None
+    events_after: int | None = None
 
 
-class _Page(msgspec.Struct, forbid_unknown_fields=True):
+class _Page(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     model: str
-    tier: str
-    slot: int
+    tier: str = ""
+    slot: int = -1
+    key: str = ""
+
+
+class _Events(msgspec.Struct, forbid_unknown_fields=True):
+    after: int = 0
 
 
 class _CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,7 +116,7 @@ async def _hello(service: Service, args: _None) -> dict[str, Any]:
         "pid": os.getpid(),
         "state": service.state,
         "max_frame_bytes": protocol.MAX_FRAME_BYTES,
-        "ops": sorted([*_OPS, "generate", "cancel"]),
+        "ops": _known(),
     }
 
 
@@ -121,8 +136,8 @@ async def _ps(service: Service, args: _None) -> dict[str, Any]:
     return await service.ps()
 
 
-async def _load(service: Service, args: _Model) -> dict[str, Any]:
-    return await service.load(args.model)
+async def _load(service: Service, args: _Model, tenant: str) -> dict[str, Any]:
+    return await service.load(args.model, tenant)
 
 
 async def _unload(service: Service, args: _Unload) -> dict[str, Any]:
@@ -131,11 +146,26 @@ async def _unload(service: Service, args: _Unload) -> dict[str, Any]:
     return await service.unload(args.model)
 
 
-async def _tokenize(service: Service, args: _Tokenize) -> dict[str, Any]:
+async def _tokenize(service: Service, args: _Tokenize, tenant: str) -> dict[str, Any]:
     if (args.text is None) == (args.messages is None):
         raise BadRequest("exactly one of text and messages is needed", param="text")
     given = msgspec.to_builtins(args)
-    return await service.tokenize(given.pop("model"), given)
+    return await service.tokenize(given.pop("model"), given, tenant)
+
+
+async def _embed(service: Service, args: _Embed, tenant: str) -> dict[str, Any]:
+    if len(args.inputs) > MAX_EMBED_INPUTS:
+        what = f"{len(args.inputs)} inputs in one call, at most {MAX_EMBED_INPUTS} are possible"
+        raise BadRequest(what, hint="send them in parts", param="inputs")
+    if abs(args.priority) > limits.MAX_PRIORITY:
+        what = f"priority must be from {-limits.MAX_PRIORITY} to {limits.MAX_PRIORITY}"
+        raise BadRequest(what, param="priority")
+    found = await service.embed(
+        args.model, args.inputs, tenant, "unix", truncate=args.truncate, priority=args.priority
+    )
+    vectors = [embedding.shortened(one, args.dimensions).tobytes() for one in found.vectors]
+    usage = {"prompt_tokens": found.prompt_tokens, "cached_tokens": found.cached_tokens}
+    return {"vectors": vectors, "usage": usage}
 
 
 async def _cache(service: Service, args: _Cache) -> dict[str, Any]:
@@ -158,7 +188,12 @@ async def _top(service: Service, args: _Top) -> dict[str, Any]:
 
 
 async def _page(service: Service, args: _Page) -> dict[str, Any]:
-    return await service.look("page", args.model, {"tier": args.tier, "slot": args.slot})
+    given = msgspec.to_builtins(args)
+    return await service.look("page", given.pop("model"), given)
+
+
+async def _events(service: Service, args: _Events) -> dict[str, Any]:
+    return {"events": service.history.since(args.after)}
 
 
 async def _cancel_request(service: Service, args: _CancelRequest) -> dict[str, Any]:
@@ -201,13 +236,12 @@ _OPS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any], Answer]]
     "show": (_Model, _show),
     "status": (_None, _status),
     "ps": (_None, _ps),
-    "load": (_Model, _load),
     "unload": (_Unload, _unload),
-    "tokenize": (_Tokenize, _tokenize),
     "cache": (_Cache, _cache),
     "pages": (_Model, _pages),
     "top": (_Top, _top),
     "page": (_Page, _page),
+    "events": (_Events, _events),
     "cancel_request": (_CancelRequest, _cancel_request),
     "prefix": (_Prefix, _prefix),
     "resize": (_Resize, _resize),
@@ -216,21 +250,35 @@ _OPS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any], Answer]]
 }
 
 
-async def answer(service: Service, op: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The data of the `result`.
+# What runs in somebody's name.
+_FOR_TENANTS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any, str], Answer]]] = {
+    "embed": (_Embed, _embed),
+    "load": (_Model, _load),
+    "tokenize": (_Tokenize, _tokenize),
+}
+
+
+async def answer(service: Service, op: str, args: Mapping[str, Any], tenant: str = "") -> dict[str, Any]:
+    """The data of the `result`. `tenant`: who asks.
 
     Raises Unsupported for an unknown operation, BadRequest for wrong arguments, and what the call raises.
     """
-    found = _OPS.get(op)
-    if found is None:
-        hint = suggest(op[:64], [*_OPS, "generate", "cancel"])
-        raise Unsupported(f"unknown operation {op[:64]!r}", hint=hint, param="op")
-    kind, call = found
+    if (named := _FOR_TENANTS.get(op)) is not None:
+        return await named[1](service, _typed(op, args, named[0]), tenant)
+    if (found := _OPS.get(op)) is not None:
+        return await found[1](service, _typed(op, args, found[0]))
+    raise Unsupported(f"unknown operation {op[:64]!r}", hint=suggest(op[:64], _known()), param="op")
+
+
+def _known() -> list[str]:
+    return sorted([*_OPS, *_FOR_TENANTS, "generate", "cancel"])
+
+
+def _typed(op: str, args: Mapping[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struct:
     try:
-        typed = msgspec.convert(dict(args), kind, strict=True)
+        return msgspec.convert(dict(args), kind, strict=True)
     except msgspec.ValidationError as exc:
         raise BadRequest(f"{op}: {str(exc).replace('`', '')}") from None
-    return await call(service, typed)
 
 
 def progress(service: Service, op: str, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@
 | models | `~/.local/share/tierd/models` | `TIERD_MODELS_DIR` |
 | page store, compiled kernels, downloads | `~/.cache/tierd` | `TIERD_CACHE_DIR` |
 | logs, history | `~/.local/state/tierd` | `TIERD_STATE_DIR` |
+| files and answers of `/v1/batches` | `~/.local/state/tierd/batches` | `TIERD_BATCHES_DIR` |
 | socket, lock | `$XDG_RUNTIME_DIR/tierd` | `TIERD_RUNTIME_DIR`, `TIERD_SOCKET` |
 
 The XDG variables are honoured. Anything below the cache may be deleted at any time: that is a miss, never an error.
@@ -25,6 +26,13 @@ from tierd.daemon.errors import BadConfig, PermissionDenied
 
 APP = "tierd"
 SOCKET_PATH_BYTES = 107  # sun_path of Linux holds 108 bytes with the closing zero
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there: where it will be made, and whose disk it will take."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def config_file(env: Mapping[str, str] = os.environ) -> Path:
@@ -50,6 +58,11 @@ def cache_dir(env: Mapping[str, str] = os.environ) -> Path:
 def state_dir(env: Mapping[str, str] = os.environ) -> Path:
     """Logs and the history of the chat prompt."""
     return _chosen(env, "TIERD_STATE_DIR") or Path(platformdirs.user_state_dir(APP))
+
+
+def batches_dir(env: Mapping[str, str] = os.environ) -> Path:
+    """Where the files that HTTP clients upload lie, and the answers of their batches."""
+    return _chosen(env, "TIERD_BATCHES_DIR") or state_dir(env) / "batches"
 
 
 def runtime_dir(env: Mapping[str, str] = os.environ) -> Path:

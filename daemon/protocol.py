@@ -50,9 +50,9 @@ class Event(msgspec.Struct, omit_defaults=True):
     `thinking` (text of the model's reasoning), `calls` [{index, id, name, arguments}: pieces of tool calls, id and
     name only in the first of a call], `logprobs` [{token, text, bytes, logprob, top: [{token, text, bytes, logprob}]}:
     one for each of `tokens`], `choice` (which of several answers); `choice` {choice, finish, stop}: one of several
-    answers has ended; `progress` {stage, done, total, text}; terminal: `done` {finish: stop|length|tool_calls, stop
-    (the stop string, if one was found), usage, timings}, `refused` {code, message}, `aborted` {usage}, `failed` {code,
-    message}, `result` {anything, by op}.
+    answers has ended; `progress` {stage, done, total, text}, of the stage `prompt` in tokens;
+    terminal: `done` {finish: stop|length|tool_calls, stop (the stop string, if one was found), usage, timings},
+    `refused` {code, message}, `aborted` {usage}, `failed` {code, message}, `result` {anything, by op}.
     """
 
     id: int
@@ -61,6 +61,7 @@ class Event(msgspec.Struct, omit_defaults=True):
     v: int = VERSION
 
 
+PROMPT = "prompt"  # the stage of progress while a prompt is computed
 TERMINAL = frozenset({"done", "refused", "aborted", "failed", "result"})
 
 

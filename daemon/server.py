@@ -191,10 +191,11 @@ class _Connection:
                 async for event in events:
                     await self._send(Event(request.id, event.ev, event.data))
         finally:
+            self._service.release(stream)  # also one that was never run
             del self._streams[request.id]
 
     async def _call(self, request: Request) -> None:
-        work = asyncio.create_task(ops.answer(self._service, request.op, request.args))
+        work = asyncio.create_task(ops.answer(self._service, request.op, request.args, self.tenant))
         said: dict[str, Any] = {}
         said_s = time.monotonic()
         try:

@@ -39,6 +39,10 @@ class Tenants:
         key = self.ring.by_id(tenant.removeprefix(_KEY)) if tenant.startswith(_KEY) else None
         return Allowance(key.quota_pages, key.max_requests) if key else Allowance()
 
+    def is_there(self, tenant: str) -> bool:
+        """False for one whose key was removed."""
+        return not tenant.startswith(_KEY) or self.ring.by_id(tenant.removeprefix(_KEY)) is not None
+
     def admit(self, tenant: str, live: int) -> Allowance:
         """The allowance of a tenant who has `live` requests and wants one more. Raises QuotaExceeded."""
         allowance = self.allowance(tenant)

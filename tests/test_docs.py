@@ -16,9 +16,9 @@ def test_version_is_the_changelog_head() -> None:
     assert heads[0] == version
 
 
-def test_readme_lists_every_module_once() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    listed = re.findall(r"^- `((?:kernels|tiers|daemon|clients|tui)/[a-z0-9_/]+\.py)`", readme, re.MULTILINE)
+def test_every_module_is_listed_once() -> None:
+    modules = (REPOSITORY / "docs" / "modules.md").read_text()
+    listed = re.findall(r"^- `((?:kernels|tiers|daemon|clients|tui)/[a-z0-9_/]+\.py)`", modules, re.MULTILINE)
     there = [
         str(path.relative_to(REPOSITORY))
         for room in ROOMS

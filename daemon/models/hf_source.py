@@ -124,6 +124,7 @@ def _text(directory: Path, config: dict[str, Any], spec: ModelSpec) -> TextSide:
     tokenizer = _tokenizer(directory, spec)
     settings = _read_object(directory / "tokenizer_config.json")
     generation = _read_object(directory / "generation_config.json")
+    pooling = _read_object(directory / "1_Pooling" / "config.json")
     if "auto_map" in settings:
         raise ModelFileError("tokenizer_config.json asks for Python code (auto_map), which is never run")
     template = _template(directory, settings)
@@ -144,6 +145,8 @@ def _text(directory: Path, config: dict[str, Any], spec: ModelSpec) -> TextSide:
         bos_id=bos,
         add_bos=adds and bos is not None,
         sampling=_sampling(generation),
+        # As sentence-transformers writes it, for models that were made for embeddings.
+        pooling="last" if pooling.get("pooling_mode_lasttoken") is True else "mean",
     )
 
 

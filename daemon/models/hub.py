@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tierd.daemon.errors import DownloadFailed, TierdError
 
+ANSWER_S = 20.0  # for the list of a repository's files
 Progress = Callable[[str, int, int], None]  # stage, done, total (bytes; a total of 0 is unknown)
 
 
@@ -24,14 +25,22 @@ class Hub(Protocol):
 
 
 class HuggingFaceHub:
-    """The real hub. Its library keeps the files (`HF_HOME`), resumes `.incomplete` ones, and finds the user's token."""
+    """The real hub. Its library keeps the files (`HF_HOME`), resumes `.incomplete` ones, and finds the user's token.
+
+    `endpoint`: another hub than the one that the library knows.
+    """
+
+    def __init__(self, endpoint: str | None = None) -> None:
+        self._endpoint = endpoint
 
     def files(self, repo: str, revision: str | None) -> list[str]:
         """See `Hub`."""
         from huggingface_hub import HfApi  # 0.4 s that only a pull from the hub pays
 
         try:
-            return list(HfApi().list_repo_files(repo, revision=revision))
+            # Not `list_repo_files`: that tries again and again, for 20 s and in lines of its own, without a network.
+            found = HfApi(self._endpoint).model_info(repo, revision=revision, timeout=ANSWER_S)
+            return [file.rfilename for file in found.siblings or ()]
         except Exception as exc:  # its errors share no base with those of the transport below it
             raise _failed(repo, exc) from exc
 
@@ -45,7 +54,10 @@ class HuggingFaceHub:
         disable_progress_bars()
         progress("download", 0, 0)
         try:
-            path = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), local_files_only=offline)
+            path = snapshot_download(
+                repo, revision=revision, allow_patterns=list(patterns), local_files_only=offline,
+                endpoint=self._endpoint,
+            )  # fmt: skip
         except Exception as exc:
             raise _failed(repo, exc) from exc
         return Path(path)

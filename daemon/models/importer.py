@@ -29,6 +29,7 @@ from tierd.daemon.models.records import PlannedTensor, plan_records
 from tierd.daemon.models.safetensors_file import refuse_without_weights
 from tierd.daemon.models.source import ModelSource, SourceTensor
 from tierd.daemon.models.weights import AUTO, PlacedRecord, parse_format, place, write_tensor
+from tierd.daemon.units import human_bytes
 
 _TEMP_PREFIX = ".import-"
 _OLD_PREFIX = ".old-"
@@ -150,11 +151,12 @@ def _sweep(models_dir: Path) -> None:
 def _check_space(models_dir: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(models_dir).free
     if free < needed_bytes + _SPARE_BYTES:
-        raise _no_space(models_dir, f"it needs {needed_bytes:,} bytes and {free:,} are free")
+        raise _no_space(models_dir, f"{human_bytes(needed_bytes)} are needed, {human_bytes(free)} are free")
 
 
 def _no_space(models_dir: Path, why: str) -> OutOfSpace:
-    return OutOfSpace(f"not enough space in {models_dir}: {why}", hint="remove a model with tierd rm")
+    here = "remove a model with `tierd rm`, " if catalog.list_models(models_dir) else ""
+    return OutOfSpace(f"no space in {models_dir}: {why}", hint=f"{here}make room there, or choose another --models-dir")
 
 
 def _write_weights(
@@ -218,6 +220,7 @@ def _manifest(
         bos_id=text.bos_id,
         add_bos=text.add_bos,
         sampling=text.sampling,
+        pooling=text.pooling,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from tierd.daemon.errors import Conflict, ModelInvalid, PermissionDenied, TierdError
@@ -63,9 +64,13 @@ def pull(
         )
     except ModelFileError as exc:
         raise ModelInvalid(str(exc)) from exc
-    except PermissionError as exc:
-        raise PermissionDenied(f"no permission for {exc.filename}", hint="check who owns the directory") from exc
     except OSError as exc:
+        if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what = "is on a read-only file system" if exc.errno == errno.EROFS else "can't be written to: no permission"
+            hint = "check who owns it, or choose other places with --models-dir and --cache-dir"
+            raise PermissionDenied(f"{exc.filename or models_dir} {what}", hint=hint) from exc
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise fetch.no_space(Path(exc.filename).parent if exc.filename else models_dir) from exc
         raise TierdError(f"pulling {ref} failed: {exc.strerror or exc}", hint="check the disk") from exc
 
 

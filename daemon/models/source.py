@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ class TextSide:
     bos_id: int | None
     add_bos: bool
     sampling: Sampling = field(default_factory=Sampling)
+    pooling: Literal["mean", "last"] = "mean"  # what embeddings are made of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ in the prompt set what happens to a request: `!crash=N` kills the process when t
 `!always=N` whenever N new tokens were said, `!die` on arrival, `!refuse`, `!hang` (no token ever comes), `!still` (the
 same, once), `!freeze` (the whole process stands still), `!garbage`, `!big=N` (N characters a token), `!think=N` (the
 first N tokens are thinking), `!calls=N` (as many calls of functions after the text, of the request's first tool),
-`!stop` (the stop string `END` ends it), `!echo` (the text is the request as JSON, in one token). Where logprobs are
-asked for, they are told. A format is answered with the least JSON that fits, or with its own source; a `tool_choice`
-that demands a call with one alone. After the answer of a tool nothing is called.
+`!stop` (the stop string `END` ends it; `!stop=N` after N tokens), `!echo` (the text is the request as JSON, in one
+token). Where logprobs are asked for, they are told. A format is answered with the least JSON that fits, or with its own
+source; a `tool_choice` that demands a call with one alone. After the answer of a tool nothing is called.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.modules["tierd"].__path__ = [str(Path(__file__).resolve().parents[2])]
 
 import argparse
+import array
 import asyncio
 import fcntl
 import hashlib
@@ -54,6 +55,16 @@ def whole_text(prompt: str, count: int, seed: int = 0) -> str:
     return "".join(text_of(token(prompt, seed, position)) for position in range(count))
 
 
+def vector_of(text: str) -> bytes:
+    values = [1.0, *(zlib.crc32(f"{text}|{n}".encode()) / 2**33 for n in range(3))]
+    length = sum(x * x for x in values) ** 0.5
+    return array.array("f", [x / length for x in values]).tobytes()
+
+
+def numbers(text: str) -> list[float]:
+    return list(array.array("f", vector_of(text)))
+
+
 def prompt_of(args: dict) -> str:
     if "messages" in args:
         return "".join(f"{m['role']}:{m['content']}\n" for m in args["messages"])
@@ -79,7 +90,7 @@ def pieces(text: str, size: int = 8) -> list[str]:
 def held_to(form: dict) -> list[str]:
     """What each token of an answer in this format says."""
     if form["kind"] in ("regex", "grammar"):
-        return pieces(form["source"])
+        return pieces(form["source"], max(8, len(form["source"]) // 64))
     return pieces(json.dumps(instance(json.loads(form["source"] or "{}"))))
 
 
@@ -104,6 +115,7 @@ class Fake:
         self.running: dict[int, asyncio.Task] = {}
         self.started_s = time.monotonic()
         self.cancelled: list[int] = []
+        self.calls: list[int] = []  # of `embed`: how many inputs
         self.tasks: set[asyncio.Task] = set()
 
     def send(self, event_id: int, ev: str, **data) -> None:
@@ -147,8 +159,11 @@ class Fake:
                 nvme = {"cap_bytes": self.nvme_bytes}
                 tiers = {"device": {"total_pages": 8, "used_pages": 3}, "host": {}, "nvme": nvme}
                 status = {"state": "ready", "running": len(self.running), "waiting": 0, "tiers": tiers,
-                          "cancelled": len(self.cancelled)}
+                          "cancelled": len(self.cancelled), "calls": self.calls}
                 self.send(request.id, "result", **(status | self.options.get("status", {})))
+            case "embed":
+                task = asyncio.create_task(self.embed(request))
+                self.running[request.id] = task
             case "tokenize":
                 self.send(request.id, "result", tokens=[len(str(request.args))])
             case "flush":
@@ -157,7 +172,11 @@ class Fake:
                 self.send(request.id, "result", left=0)
             case "cache":
                 self.send(request.id, "result", action=request.args["action"], problems=[])
-            case "prefix" | "resize" | "pages" | "top" | "page":
+            case "resize" if "refuse_resize" in self.options:
+                self.send(request.id, "refused", code="out_of_space", message="running requests need it")
+            case "resize":
+                self.send(request.id, "result", **(request.args | {"args": request.args}))
+            case "prefix" | "pages" | "top" | "page":
                 self.send(request.id, "result", args=request.args)
             case "stop":
                 self.send(request.id, "result")
@@ -166,6 +185,26 @@ class Fake:
                     os._exit(0)
             case _:
                 self.send(request.id, "refused", code="unsupported_parameter", message=f"unknown: {request.op}")
+
+    async def embed(self, request: Request) -> None:
+        """Vectors of four values, the first of them the largest: a function of the input alone."""
+        self.calls.append(len(request.args["inputs"]))
+        vectors, tokens = [], 0
+        for given in request.args["inputs"]:
+            text = given if isinstance(given, str) else " ".join(map(str, given))
+            words = dict(found for found in re.findall(r"!(\w+)=?(\d*)", text))
+            if "die" in words or ("crash" in words and self.first_time(text)):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if "refuse" in words:
+                self.running.pop(request.id)
+                self.send(request.id, "refused", code="context_length_exceeded", message="input[0]: too long")
+                return
+            if "hang" in words:
+                await asyncio.sleep(600)
+            vectors.append(vector_of(text))
+            tokens += len(text.split())
+        self.running.pop(request.id, None)
+        self.send(request.id, "result", vectors=vectors, usage={"prompt_tokens": tokens, "cached_tokens": 0})
 
     def first_time(self, prompt: str) -> bool:
         """Whether no process has come here with this prompt."""
@@ -188,13 +227,15 @@ class Fake:
         seed = sampling.get("seed", 0) if sampling.get("temperature") else 0
         words = dict(found for found in re.findall(r"!(\w+)=?(\d*)", prompt))
         count = sampling.get("max_tokens") or 16
+        if words.get("stop"):
+            count = min(count, int(words["stop"]))
         if "die" in words:
             print("fake engine dies on arrival", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if "refuse" in words:
             self.running.pop(request.id)
             self.send(request.id, "refused", code="context_length_exceeded", message="5000 tokens used, 4096 allowed",
-                      hint="the prompt is too long: shorten it")
+                      hint="shorten it")
             return
         if "freeze" in words and self.first_time(prompt):
             self.send(request.id, "accepted", prompt_tokens=5, cached_tokens=2)
@@ -234,7 +275,7 @@ class Fake:
                 text = held[position]
             said = {"text": text, "tokens": [token_id]}
             if position < int(words.get("think", 0)):
-                said |= {"text": "", "thinking": text}
+                said |= {"text": "", "thinking": text, "thinking_tokens": 1}
             if (alternatives := args.get("logprobs")) is not None:
                 said["logprobs"] = [logprob(token_id, text, alternatives)]
                 logprob_sum += said["logprobs"][0]["logprob"]
@@ -248,6 +289,8 @@ class Fake:
         finish = "tool_calls" if calls else "stop" if "stop" in words or held is not None else "length"
         stop = "END" if "stop" in words else None
         summed = {} if args.get("logprobs") is None else {"logprob_sum": logprob_sum}
+        if args.get("tell_prompt"):
+            summed["prompt"] = [*args.get("before", ()), len(prompt)]
         self.send(request.id, "done", finish=finish, stop=stop, usage=usage, timings=timings, **summed)
 
     def send_beams(self, request_id: int, prompt: str, count: int, answers: int) -> None:

@@ -18,6 +18,7 @@ import msgspec
 
 from tierd.daemon.config import Settings
 from tierd.daemon.door import Door
+from tierd.daemon.machine import Machine
 from tierd.daemon.metrics import Metrics
 from tierd.daemon.models import catalog
 from tierd.daemon.models.spec import ModelSpec
@@ -33,16 +34,19 @@ CONTEXT = 4096
 SPEC = ModelSpec("llama", 1, 8, 16, 1, 1, 8, 32000, CONTEXT, 1e-5, True)
 
 
-def make_model(models_dir: Path, name: str, **options: Any) -> Path:
-    """A prepared model that only the fake engine can run."""
+def make_model(models_dir: Path, name: str, weights_bytes: int = 0, **options: Any) -> Path:
+    """A prepared model that only the fake engine can run; it says to have so many bytes of weights."""
     directory = models_dir / name
     directory.mkdir(parents=True, exist_ok=True)
+    records = (catalog.RecordEntry("layer.0", 0, weights_bytes, "0", ()),) if weights_bytes else ()
     manifest = catalog.Manifest(
         version=catalog.MANIFEST_VERSION, name=name, source="test", source_digest="0", weights="auto", spec=SPEC,
-        format="fp32", context=CONTEXT, digest="0" * 32, bytes=0, created_s=0.0, records=(), tokenizer_digest="0",
-        template_digest=None, eos_ids=(2,), bos_id=None, add_bos=False, sampling=catalog.Sampling(),
+        format="fp32", context=CONTEXT, digest="0" * 32, bytes=weights_bytes, created_s=0.0, records=records,
+        tokenizer_digest="0", template_digest=None, eos_ids=(2,), bos_id=None, add_bos=False,
+        sampling=catalog.Sampling(),
     )  # fmt: skip
     (directory / catalog.WEIGHTS).touch()
+    os.truncate(directory / catalog.WEIGHTS, weights_bytes)  # a hole
     (directory / catalog.TOKENIZER).write_text("{}")
     (directory / catalog.MANIFEST).write_bytes(msgspec.json.encode(manifest))
     set_options(directory, **options)
@@ -110,15 +114,20 @@ def text(events: list[Event]) -> str:
 class Front:
     """The daemon without signals and HTTP, in this event loop."""
 
-    def __init__(self, settings: Settings, max_loaded: int = 1, command: tuple[str, ...] = FAKE_ENGINE) -> None:
+    def __init__(
+        self, settings: Settings, max_loaded: int = 1, command: tuple[str, ...] = FAKE_ENGINE,
+        machine: Machine | None = None,
+    ) -> None:  # fmt: skip
         self.settings = settings
-        self.metrics, prepare = Metrics(), Preparer(settings)
+        self.metrics = Metrics()
+        prepare = Preparer(settings) if machine is None else Preparer(settings, lambda cache_dir: machine)
+        self.prepare = prepare
         self.supervisor = Supervisor(
-            prepare, on_ready=prepare.note, keep_alive_s=settings.keep_alive_s, max_loaded=max_loaded,
-            command=command,
+            prepare, on_ready=prepare.note, on_end=prepare.give_back, keep_alive_s=settings.keep_alive_s,
+            max_loaded=max_loaded, command=command, pinned=settings.pinned_models,
             on_death=lambda name: self.metrics.engine_deaths.update([name]),
         )  # fmt: skip
-        self.service = Service(settings, self.supervisor, self.metrics)
+        self.service = Service(settings, self.supervisor, self.metrics, prepare.resize)
         self.server = Server(self.service)
         self.path = settings.socket
         self.wires: list[Wire] = []
@@ -135,15 +144,16 @@ class Front:
 def make_settings(tmp_path: Path, **changes: Any) -> Settings:
     given = {"models_dir": tmp_path / "models", "cache_dir": tmp_path / "cache", "socket": tmp_path / "run" / "t.sock",
              "listen": "127.0.0.1:0", "nvme_mem": 1 << 30, "default_model": "alpha",
-             "keys_file": tmp_path / "keys.json"}  # fmt: skip
+             "keys_file": tmp_path / "keys.json", "batches_dir": tmp_path / "batches"}  # fmt: skip
     return Settings(**(given | changes))
 
 
 @contextlib.asynccontextmanager
 async def running(
-    settings: Settings, max_loaded: int = 1, command: tuple[str, ...] = FAKE_ENGINE
+    settings: Settings, max_loaded: int = 1, command: tuple[str, ...] = FAKE_ENGINE, machine: Machine | None = None
 ) -> AsyncIterator[Front]:
-    front = Front(settings, max_loaded, command)
+    """`machine`: what the front takes this one for."""
+    front = Front(settings, max_loaded, command, machine)
     door = Door(settings.socket)
     keep_alive = asyncio.create_task(front.supervisor.keep_alive())
     try:

@@ -20,7 +20,7 @@ def mutated(value: Any, draw: random.Random) -> Any:
             case 0:
                 del changed[key]
             case 1:
-                changed[draw.choice(["x", key + "s", "role", "type", "content"])] = changed[key]
+                changed[draw.choice(["x", f"{key}s", "role", "type", "content"])] = changed[key]
             case _:
                 changed[key] = mutated(changed[key], draw)
         return changed

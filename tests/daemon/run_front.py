@@ -23,7 +23,7 @@ if __name__ == "__main__":
     given = {
         "models_dir": root / "models", "cache_dir": root / "cache", "socket": root / "run" / "t.sock",
         "listen": "127.0.0.1:0", "nvme_mem": 1 << 30, "default_model": "alpha",
-        "keys_file": root / "keys.json",
+        "keys_file": root / "keys.json", "batches_dir": root / "batches",
     }  # fmt: skip
     if "socket" in changes:
         changes["socket"] = Path(changes["socket"])

@@ -78,6 +78,12 @@ def response() -> Any:
     return answer.output[0].content[0].text
 
 
+def embedded() -> Any:
+    given = {name: ASK[name] for name in ("model", "api_base", "api_key")}
+    answer = litellm.embedding(**given, input=["a b", "c"], encoding_format="float")
+    return [[item["embedding"] for item in answer.data], answer.usage.prompt_tokens]
+
+
 def too_long() -> Any:
     return litellm.completion(**ask("!refuse")) and None
 
@@ -105,8 +111,8 @@ def asynchronous() -> Any:
 
 if __name__ == "__main__":
     told: dict[str, Any] = {}
-    for check in (plain, streamed, tools, tools_streamed, tools_answered, schema, thinking, response, too_long,
-                  no_model, timeout, broken_stream, asynchronous):  # fmt: skip
+    for check in (plain, streamed, tools, tools_streamed, tools_answered, schema, thinking, response, embedded,
+                  too_long, no_model, timeout, broken_stream, asynchronous):  # fmt: skip
         try:
             told[check.__name__] = check()
         except Exception as exc:

@@ -102,7 +102,7 @@ def test_equal_prompts_keep_their_order(source: Path) -> None:
         ({"custom_id": "x", "method": "POST", "url": "/v1/completions"}, "body"),
         (line("x", body=[]), "body is not an object"),
         (line("x", method="GET"), "'GET' is not POST"),
-        (line("x", url="/v1/embeddings"), "'/v1/embeddings' is not served"),
+        (line("x", url="/v1/moderations"), "'/v1/moderations' is not served"),
         (line("x", more=1), "more"),
         (line("a"), "'a' is that of line 1 too"),
         ("x" * (batch.MAX_LINE_BYTES + 5), "more than 16 MiB"),

@@ -132,7 +132,7 @@ async def test_every_answer_outlives_its_engine(front):
     set_options(front.settings.models_dir / "alpha", token_s=0.005)
     sampling = Sampling(temperature=0.8, seed=5, max_tokens=40)
     running = asyncio.create_task(run(front, asked(n=4, sampling=sampling)))
-    await until(lambda: any(len(stream.live.tokens) > 20 for stream in front.service._live.values()))
+    await until(lambda: any(len(stream.live.tokens) > 20 for stream in front.service._places))
     os.kill(front.engine().pid, signal.SIGKILL)
     events = await running
     assert texts(events) == {n: whole_text("hello", 40, 5 + n) for n in range(4)}
@@ -190,15 +190,15 @@ async def test_answers_count_against_the_queue_and_the_quota(front, monkeypatch)
     await anext(events)
     bound = front.settings.max_streams + front.settings.max_queue
     assert 64 < bound < 64 * 10
-    front.service._live.update({-n: stream for n in range(1, bound // 64)})
+    waiting = [front.service.submit(asked(n=64)) for _ in range(1, bound // 64)]
     with pytest.raises(TooBusy):
         front.service.submit(asked(n=64))
-    for number in range(1, bound // 64):
-        del front.service._live[-number]
+    for one in waiting:
+        front.service.release(one)
     monkeypatch.setattr(front.service.tenants, "allowance", lambda tenant: Allowance(0, 66))
     with pytest.raises(QuotaExceeded):
         front.service.submit(asked(n=3))
-    front.service.submit(asked(n=2))
+    front.service.release(front.service.submit(asked(n=2)))
     await events.aclose()
 
 

@@ -76,7 +76,7 @@ def test_usage_errors_exit_2(cli: Cli, words: list[str], text: str) -> None:
     assert said.hinted, said.err
 
 
-@pytest.mark.parametrize("words", [["ps"], ["load", "m"], ["unload", "m"], ["stop"], ["status"], ["cache", "verify"]])
+@pytest.mark.parametrize("words", [["ps"], ["load", "m"], ["unload", "m"], ["status"], ["cache", "verify"]])
 def test_without_a_daemon_exit_69(cli: Cli, words: list[str]) -> None:
     said = cli(*words)
     assert said.code == 69
@@ -85,10 +85,47 @@ def test_without_a_daemon_exit_69(cli: Cli, words: list[str]) -> None:
 
 def test_a_bad_config_exits_78(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERD_THREADS", "many")
-    for words in (["ps"], ["list"], ["config", "show"], ["serve"]):
+    for words in (["list"], ["serve"], ["start"], ["cache", "ls"]):
         said = cli(*words)
         assert said.code == 78
         assert said.hinted and "TIERD_THREADS" in said.err
+
+
+@pytest.mark.parametrize("text", ["max_queu = 3\n", "threads = [\n", 'threads = "many"\n'])
+def test_a_bad_config_file_stops_no_verb_that_needs_the_socket_alone(cli: Cli, text: str) -> None:
+    file = cli.home / "config" / "tierd" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    (cli.home / "state").mkdir()
+    (cli.home / "state" / "tierd.log").write_text("one line\n")
+    assert cli("logs").out == "one line\n"
+    with cli.front() as front:
+        front.answers["status"] = {"pid": 0, "state": "idle"}
+        front.answers["prefix"] = {"model": "alpha", "prefixes": [], "total": 0}
+        for words in (["status"], ["ps"], ["prefix", "ls"], ["load", "alpha"], ["stop"]):
+            said = cli(*words)
+            assert said.code == 0, said.err
+            assert said.err.startswith("warning: ") and str(file) in said.err.splitlines()[0]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("redirect", "why"), [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")]
+)
+def test_an_output_that_cannot_be_written_is_no_fault_of_ours(unbuffered: str, redirect: str, why: str) -> None:
+    script = f"{sys.executable} -m tierd.daemon.cli version {redirect}; echo $? >&2"
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env)
+    first, second, code = result.stderr.splitlines()
+    assert first == f"error: cannot write the output: {why}" and second.startswith("hint: ") and code == "1"
+
+
+def test_remarks_that_cannot_be_written_change_no_exit_code(tmp_path: Path) -> None:
+    ps = f"{sys.executable} -m tierd.daemon.cli ps"
+    script = f"{ps} 2>/dev/full; echo $?; {ps} 2>&-"
+    env = os.environ | {"TIERD_SOCKET": str(tmp_path / "s"), "PYTHONUNBUFFERED": ""}
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=env)
+    assert (result.stdout, result.returncode) == ("69\n", 69), "and they do not go to the standard output instead"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +143,7 @@ def test_our_own_bug_shows_no_internals(cli: Cli, monkeypatch: pytest.MonkeyPatc
     def broken(flags: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(cli_use, "load_settings", broken)
+    monkeypatch.setattr(cli_use, "settings_anyway", broken)
     said = cli("ps")
     assert said.code == 1
     assert said.hinted and "secret" not in said.err
@@ -127,7 +164,7 @@ def test_an_argument_that_cannot_be_encoded_is_named(cli: Cli, monkeypatch: pyte
     def encode(flags: object) -> None:
         "\udcff".encode()
 
-    monkeypatch.setattr(cli_use, "load_settings", encode)
+    monkeypatch.setattr(cli_use, "settings_anyway", encode)
     said = cli("ps", "--socket", "/\udcff")
     assert said.code == 2 and said.hinted and "argument 3 is not valid text" in said.err
     assert cli("ps").code == 1, "not the fault of an argument"
@@ -137,7 +174,7 @@ def test_an_interrupt_exits_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> No
     def interrupted(flags: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_use, "load_settings", interrupted)
+    monkeypatch.setattr(cli_use, "settings_anyway", interrupted)
     assert cli("ps").code == 130
 
 

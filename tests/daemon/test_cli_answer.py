@@ -85,7 +85,7 @@ def test_an_error_after_text_begins_on_a_new_line(how: str, capsys: pytest.Captu
     [
         ("stop", 9, 9, ""),
         ("length", 9, 9, "(cut at 9 tokens; OPTION allows more)\n"),
-        ("length", ANSWER_TOKENS, None, f"(cut at {ANSWER_TOKENS} tokens; OPTION allows more)\n"),
+        ("length", ANSWER_TOKENS, None, f"(cut at {ANSWER_TOKENS:,} tokens; OPTION allows more)\n"),
         ("length", 9, None, "(cut at 9 tokens; the context is full)\n"),
     ],
 )
@@ -121,3 +121,25 @@ def test_a_context_below_the_limit_needs_none() -> None:
     assert [submit.sampling.max_tokens for submit in small.submits] == [ANSWER_TOKENS, None]
     with pytest.raises(BadRequest, match="other"):
         list(generate(scripted(BadRequest("other", param="top_k")), SUBMIT))
+
+
+COMPUTES = Event(1, "progress", {"stage": "prompt", "done": 1024, "total": 2530})
+
+
+@pytest.mark.parametrize("how", ["once", "chat", "json"])
+def test_the_prompt_is_shown_while_it_is_computed_and_erased_then(
+    how: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(how, scripted(COMPUTES, text("one"), done()))
+    assert capsys.readouterr().err == "", "a pipe has no use for it"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    ask(how, scripted(LOADS, COMPUTES, text("one"), done()))
+    said = capsys.readouterr().err
+    assert "weights" in said and "1,024 of 2,530 tokens" in said
+    assert said.endswith("\r\x1b[K"), "nothing of it is left"
+
+
+@pytest.mark.parametrize("how", ["once", "chat", "json"])
+def test_an_empty_answer_gets_a_word(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(how, scripted(done()))
+    assert capsys.readouterr().err == ("" if how == "json" else "(the model said nothing)\n")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fake_engine import whole_text
 from fake_front import USAGE, FakeFront
 from front_harness import Daemon, make_model
 
-from tierd.daemon import cli_batch
+from tierd.daemon import batch_run
 from tierd.daemon.cli_batch import Tally
 from tierd.daemon.errors import EngineFailed, ModelNotFound, TierdError, TooBusy, to_wire
 from tierd.daemon.limits import MAX_PRIORITY
@@ -32,7 +33,7 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     cli = Cli(tmp_path, monkeypatch, capsys)
     make_model(cli.home / "models", "alpha")
-    monkeypatch.setattr(cli_batch, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(batch_run, "FIRST_PAUSE_S", 0.001)
     monkeypatch.chdir(tmp_path)
     return cli
 
@@ -105,7 +106,25 @@ def test_both_kinds_of_requests(cli: Cli) -> None:
     assert found["c"]["response"]["status_code"] == 200 and found["c"]["error"] is None
     assert found["t"]["response"]["body"]["choices"][0]["text"] == "echo threethree "
     assert {submit.priority for submit in front.submits} == {MAX_PRIORITY}  # behind whoever asks
-    assert "2 requests, 2 answered; 3 tokens" in said.err
+    assert "2 requests, 2 answered; 3 tokens" in said.out
+
+
+def test_it_loads_no_http_library() -> None:
+    code = "import sys, tierd.daemon.cli_batch; print(*[m for m in ('aiohttp', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
+def test_vectors(cli: Cli) -> None:
+    body = {"model": "alpha", "input": ["a", "b"]}
+    write({"custom_id": "e", "method": "POST", "url": "/v1/embeddings", "body": body})
+    with Front(cli.socket) as front:
+        vector = array("f", [0.0, 1.0]).tobytes()
+        front.answers["embed"] = {"vectors": [vector] * 2, "usage": {"prompt_tokens": 5, "cached_tokens": 0}}
+        assert cli(*COMMAND).code == 0
+    body = answers()["e"]["response"]["body"]
+    assert [item["embedding"] for item in body["data"]] == [[0.0, 1.0]] * 2 and body["usage"]["prompt_tokens"] == 5
+    assert front.requests[-1].args["priority"] == MAX_PRIORITY
 
 
 def test_several_prompts_of_one_request_are_its_choices(cli: Cli) -> None:
@@ -125,7 +144,7 @@ def test_an_error_is_a_line_and_the_rest_goes_on(cli: Cli) -> None:
     )  # fmt: skip
     with Front(cli.socket):
         said = cli(*COMMAND)
-    assert said.code == 0 and "1 answered, 4 with an error" in said.err
+    assert said.code == 0 and "1 answered, 4 with an error" in said.out
     found = answers()
     assert found["long"]["error"]["code"] == "context_length_exceeded"
     assert found["long"]["response"]["status_code"] == 400
@@ -137,13 +156,13 @@ def test_an_error_is_a_line_and_the_rest_goes_on(cli: Cli) -> None:
 
 
 def test_bad_lines_are_told_before_anything_runs(cli: Cli) -> None:
-    write(chat("a", "echo a"), chat("a", "echo b"), completion("b") | {"url": "/v1/embeddings"})
+    write(chat("a", "echo a"), chat("a", "echo b"), completion("b") | {"url": "/v1/moderations"})
     with Front(cli.socket) as front:
         said = cli(*COMMAND)
         assert front.submits == []
     assert said.code == 2
     assert "line 2: custom_id 'a' is that of line 1 too" in said.err
-    assert "line 3: url '/v1/embeddings' is not served" in said.err
+    assert "line 3: url '/v1/moderations' is not served" in said.err
     assert "2 lines of in.jsonl cannot be used; nothing was run" in said.err
     assert not Path("out.jsonl").exists()
 
@@ -236,7 +255,7 @@ def test_a_request_that_somebody_stops_has_no_line(cli: Cli) -> None:
     write(chat("1", "stop me"), chat("2", "echo a"))
     with Stopping(cli.socket):
         said = cli(*COMMAND)
-    assert said.code == 1 and "1 stopped: the same command tries them again" in said.err
+    assert said.code == 1 and "1 stopped: the same command tries them again" in said.out
     assert list(answers()) == ["2"]
 
 
@@ -246,7 +265,7 @@ def test_a_finished_batch_asks_nobody(cli: Cli) -> None:
         assert cli(*COMMAND).code == 0
     kept = Path("out.jsonl").read_bytes()
     said = cli(*COMMAND)  # no daemon runs
-    assert said.code == 0 and "2 there already" in said.err
+    assert said.code == 0 and "2 there already" in said.out
     assert Path("out.jsonl").read_bytes() == kept
 
 
@@ -327,7 +346,7 @@ def test_a_batch_that_is_ended_goes_on(cli: Cli, daemon: Callable[..., Daemon], 
     with Path("out.jsonl").open("ab") as file:
         file.write(kept[:70])  # as if it had been killed while it wrote
     ended = cli("--socket", str(running.socket), *COMMAND)
-    assert ended.code == 0 and "8 requests, 4 answered, 4 there already" in ended.err, ended.err
+    assert ended.code == 0 and "8 requests, 4 answered, 4 there already" in ended.out, ended.err
     assert Path("out.jsonl").read_bytes().startswith(kept)
     texts = {key: line["response"]["body"]["choices"][0]["message"]["content"] for key, line in answers().items()}
     assert texts == {str(n): whole_text(f"user:say {n}{' !still' * (n >= 4)}\n", 4) for n in range(8)}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_rig import Cli
+from fake_front import FakeFront
 
 from tierd.clients import Client
 from tierd.daemon import cli_chat
@@ -93,10 +94,14 @@ def type_lines(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException
     monkeypatch.setattr(cli_chat, "_prompt", lambda: read)
 
 
+def never() -> None:
+    raise AssertionError("the daemon was there")
+
+
 def test_a_conversation(cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     type_lines(monkeypatch, "echo one", "", KeyboardInterrupt, "/nope", "refuse", "echo two", "/stats")
     with cli.front() as front, Client(front.path) as client:
-        converse(client, TEMPLATE)
+        converse(client, TEMPLATE, never)
     said = capsys.readouterr()
     assert "one" in said.out and "two" in said.out
     assert "5 of 7 prompt tokens cached" in said.out
@@ -121,7 +126,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_it(
     monkeypatch.setattr(sys.stdout, "write", interrupted)
     type_lines(monkeypatch, "slow", "echo on")
     with cli.front() as front, Client(front.path) as client:
-        converse(client, TEMPLATE)
+        converse(client, TEMPLATE, never)
         assert front.wait_for_cancel() == [2], "the second request: the first one loaded the model"
     assert "(stopped)" in capsys.readouterr().out
     said_before = [message.content for message in front.submits[1].messages or ()]
@@ -133,9 +138,38 @@ def test_a_lost_daemon_does_not_end_the_conversation(
 ) -> None:
     type_lines(monkeypatch, "drop", "echo back")
     with cli.front() as front, Client(front.path) as client:
-        converse(client, TEMPLATE)
+        converse(client, TEMPLATE, never)
     said = capsys.readouterr()
-    assert "send it again" in said.err and "back" in said.out
+    assert "ended without a word" in said.err and "ask again" in said.err and "back" in said.out
+    assert len(said.err.splitlines()) == 6, "progress of loading, the greeting, one error with its hint"
+
+
+def test_a_daemon_that_is_gone_is_started_again(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed between two questions: the next one is answered, in the same conversation."""
+    fronts = [FakeFront(cli.socket), FakeFront(cli.socket)]
+
+    def kill() -> str:
+        fronts[0].__exit__(None, None, None)
+        return "echo two"
+
+    def restart() -> None:
+        fronts[1].__enter__()
+        print("started", file=sys.stderr)
+
+    typed = iter([lambda: "echo one", kill, lambda: "/exit"])
+    monkeypatch.setattr(cli_chat, "_prompt", lambda: lambda: next(typed)())
+    fronts[0].__enter__()
+    try:
+        with Client(cli.socket) as client:
+            converse(client, TEMPLATE, restart)
+    finally:
+        fronts[1].__exit__(None, None, None)
+    said = capsys.readouterr()
+    assert "two" in said.out and said.err.splitlines()[-1] == "started" and "error" not in said.err
+    said_before = [message.content for message in fronts[1].submits[0].messages or ()]
+    assert said_before == ["brief", "echo one", "one ", "echo two"]
 
 
 def test_the_history_is_private(cli: Cli) -> None:

@@ -13,21 +13,6 @@ from tierd.daemon.errors import BadRequest
 from tierd.daemon.protocol import Event
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(None, "-"), (0, "0 B"), (1500, "1.5 kB"), (123456, "123 kB"), (9.8e7, "98.0 MB"), (5e12, "5.0 TB")],
-)
-def test_human_bytes(count: float | None, text: str) -> None:
-    assert common.human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.2, "0s"), (119, "119s"), (890, "15m"), (7200, "2h"), (200_000, "2d")]
-)
-def test_human_seconds(seconds: float | None, text: str) -> None:
-    assert common.human_seconds(seconds) == text
-
-
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     common.print_table(("A", "LONG"), [("wide cell", 1), ("x\ny", 22)])
     assert capsys.readouterr().out == "A          LONG\nwide cell  1\nx y        22\n"
@@ -42,6 +27,14 @@ def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 12
     assert lines[0] == "download 0% 0 B of 100 MB" and lines[10] == "download 100% 100 MB of 100 MB"
+
+
+def test_progress_tells_the_share_that_is_done_also_of_a_total_that_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = common.Progress()
+    for done, total in ((0, 1), (1, 4), (2, 4), (4, 4)):
+        progress("kernels", done, total)
+    told = ["kernels 0% 0 of 1", "kernels 25% 1 of 4", "kernels 50% 2 of 4", "kernels 100% 4 of 4"]
+    assert capsys.readouterr().err.splitlines() == told
 
 
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,3 +57,28 @@ def test_path(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli("config", "path").out == f"{cli.home}/config/tierd/config.toml\n"
     monkeypatch.setenv("TIERD_CONFIG", "/x/y.toml")
     assert cli("config", "path").out == "/x/y.toml\n"
+
+
+@pytest.mark.parametrize("text", ["max_queu = 3\n", "threads = [\n", 'threads = "many"\n'])
+def test_a_fault_in_the_file_is_told_below_the_settings(cli: Cli, text: str) -> None:
+    file = cli.home / "config" / "tierd" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    said = cli("config", "show")
+    assert said.code == 78 and said.hinted and str(file) in said.err
+    assert [line.split()[0] for line in said.out.splitlines()[1:]] == [doc.key for doc in setting_docs()]
+    assert cli("config", "show", "--json").code == 78
+
+
+def test_what_the_start_would_refuse_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIERD_DEFAULT_MODEL", "../x")
+    said = cli("config", "show")
+    assert said.code == 78 and said.hinted and "TIERD_DEFAULT_MODEL must be the name of a model" in said.err
+    monkeypatch.setenv("TIERD_DEFAULT_MODEL", "smollm2:135m")
+    monkeypatch.setenv("TIERD_LISTEN", "0.0.0.0:8421")
+    keys = cli.home / "keys"
+    keys.touch(mode=0o600)
+    for words in ([], ["--keys-file", str(keys)]):
+        said = cli("config", "show", *words)
+        assert said.code in (77, 78) and said.hinted, "a file of keys without a key opens nothing"
+    assert "needs an API key" in cli("config", "show").err

@@ -117,8 +117,13 @@ def test_status_of_a_stopped_daemon(cli: Cli) -> None:
 def test_stop_waits_until_it_is_gone(cli: Cli) -> None:
     with cli.front() as front:
         front.answers["status"] = {"pid": 0}
-        assert "tierd stopped" in cli("stop", "--timeout", "3").err
+        assert cli("stop", "--timeout", "3").out == "tierd stopped\n"
         assert front.requests[-1].args == {"timeout_s": 3.0}
+
+
+def test_a_stop_where_nothing_runs_is_fine(cli: Cli) -> None:
+    said = cli("stop")
+    assert (said.code, said.out, said.err) == (0, "no daemon runs\n", "")
 
 
 @pytest.mark.parametrize(("live", "what"), [(2, "2 answers"), (1, "1 answer"), (0, "the daemon")])
@@ -129,15 +134,15 @@ def test_stop_tells_what_it_waits_for(cli: Cli, monkeypatch: pytest.MonkeyPatch,
     with cli.front() as front:
         front.answers["status"] = {"pid": 0, "queue": {"live": live}}
         said = cli("stop", "--timeout", "3")
-    assert said.err.splitlines() == [f"waiting for {what} to end (up to 3 s)", "tierd stopped"]
+    assert said.err == f"waiting for {what} to end (up to 3 s)\n" and said.out == "tierd stopped\n"
 
 
 def test_start_of_a_running_daemon(cli: Cli) -> None:
     with cli.front() as front:
         front.answers["load"] = {"model": "alpha"}
         said = cli("start")
-        assert said.code == 0 and "runs already, pid 4242" in said.err
-        assert "alpha is ready" in cli("start", "--model", "alpha").err
+        assert said.code == 0 and "runs already, pid 4242" in said.out
+        assert "alpha is ready" in cli("start", "--model", "alpha").out
         said = cli("start", "--threads", "2")
     assert said.code == 1 and said.hinted and "--threads=2 would change nothing" in said.err
 

@@ -27,6 +27,17 @@ def test_findings_for_people_and_for_programs(cli):
     assert {"name": "daemon", "state": "note", "text": "none runs", "remedy": "`tierd start`"} in found
 
 
+def test_a_broken_config_file_is_a_finding_and_the_rest_goes_on(cli):
+    file = cli.home / "config" / "tierd" / "config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text("max_queu = 3\n")
+    said = cli("doctor", "--json")
+    assert said.code == 1
+    first, *others = said.json["findings"]
+    assert (first["name"], first["state"]) == ("config", "problem") and str(file) in first["text"] and first["remedy"]
+    assert {"python", "daemon"} <= {finding["name"] for finding in others}
+
+
 def test_a_problem_ends_with_1(cli, monkeypatch):
     bad = doctor.Finding("disk", doctor.State.PROBLEM, "it burns", "buy another")
     monkeypatch.setattr(doctor, "examine", lambda *_: iter([bad]))

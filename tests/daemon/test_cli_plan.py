@@ -11,6 +11,7 @@ from tests.daemon.plan.scenes import MEASURED
 from tierd.daemon.machine import Machine
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.plan import rates
+from tierd.kernels.packing import ROUNDED_FORMATS
 
 GB = 10**9
 
@@ -42,6 +43,12 @@ def test_for_programs(cli):
     device = plan["tiers"]["device"]
     assert device["layers"] == 32 and device["weights"] + device["kv"] + device["workspace"] < 23 << 30
     assert plan["speed"]["decode_tokens_per_s"] > 20 and plan["runs"] is False
+
+
+@pytest.mark.parametrize("format", [format.value for format in ROUNDED_FORMATS])
+def test_every_format_that_pull_takes(cli, format):
+    plan = cli("plan", "llama-3-8b", "--ctx", "1024", "--weights", format, "--json").json
+    assert plan["weight_format"] == format and plan["speed"]["decode_tokens_per_s"] > 0
 
 
 def test_a_prepared_model_here(prepared):

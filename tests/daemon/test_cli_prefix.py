@@ -1,4 +1,4 @@
-"""prefix ls, pin, unpin, drop."""
+"""prefix ls, pin, unpin, drop, persist, evict."""
 
 from __future__ import annotations
 
@@ -44,12 +44,16 @@ def test_ls_of_nothing(cli: Cli) -> None:
     assert said.code == 0 and said.out == "" and "alpha knows no prefix" in said.err
 
 
-@pytest.mark.parametrize(("verb", "done"), [("pin", "kept"), ("unpin", "no longer kept"), ("drop", "forgotten")])
+@pytest.mark.parametrize(
+    ("verb", "done"),
+    [("pin", "kept"), ("unpin", "no longer kept"), ("drop", "forgotten"), ("persist", "written"),
+     ("evict", "left memory")],
+)  # fmt: skip
 def test_verbs(cli: Cli, verb: str, done: str) -> None:
     with cli.front() as front:
         front.answers["prefix"] = {"model": "alpha", "pages": 4}
         yes = ("--yes",) if verb == "drop" else ()
-        assert cli("prefix", verb, "abcdef", *yes).err == f"abcdef: 4 pages {done}\n"
+        assert cli("prefix", verb, "abcdef", *yes).out == f"abcdef: 4 pages {done}\n"
         assert front.requests[-1].args == {"action": verb, "model": None, "id": "abcdef"}
         assert cli("prefix", verb, "abcdef", *yes, "--json").json == {"model": "alpha", "pages": 4}
 

@@ -163,7 +163,21 @@ def test_an_interrupt_cancels(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_unknown_model(cli: Cli) -> None:
     said = cli("run", "llama3:8b", "hi")
     assert said.code == 1 and said.hinted
-    assert "llama3:8b is not prepared" in said.err and "tierd list" in said.err
+    assert "'llama3:8b' isn't prepared" in said.err and "prepared models: alpha" in said.err
+
+
+@pytest.mark.parametrize("words", [["run", "smolm2:135m", "hi"], ["show", "smolm2:135m"], ["rm", "smolm2:135m", "-y"]])
+def test_a_mistyped_model_is_suggested(cli: Cli, words: list[str]) -> None:
+    said = cli(*words)
+    assert said.code == 1 and said.hinted
+    assert "did you mean 'smollm2:135m'? Prepared: alpha" in said.err
+
+
+def test_a_repository_is_to_be_pulled_first(cli: Cli) -> None:
+    said = cli("run", "owner/name", "hi")
+    assert said.code == 1 and said.hinted and "pull it first: `tierd pull hf:owner/name`" in said.err
+    assert "pull it first: `tierd pull hf:owner/name`" in cli("run", "hf:owner/name", "hi").err
+    assert "it is prepared as alpha" in cli("run", "owner/alpha", "hi").err
 
 
 def test_the_default_model_is_fetched(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,16 @@ def test_a_secret_is_not_written_into_the_unit(
     cli: Cli, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERD_API_KEY", "geheim")
-    said = cli("service", "install", "--api-key", "auch-geheim")
+    said = cli("service", "install")
     assert said.code == 0 and "TIERD_API_KEY is not written" in said.err
     assert "geheim" not in systemd.unit.read_text()
+
+
+@pytest.mark.parametrize("more", [[], ["--print"], ["--no-start"]], ids=str)
+def test_a_key_from_a_flag_is_refused_and_not_left_out(cli: Cli, systemd: Systemd, more: list[str]) -> None:
+    said = cli("service", "install", "--api-key", "geheim", *more)
+    assert said.code == 2 and "--api-key is not written into a unit" in said.err and "tierd key add" in said.err
+    assert "geheim" not in said.out + said.err and not systemd.unit.exists() and systemd.verbs == []
 
 
 def test_a_daemon_that_runs_by_itself_is_in_the_way(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_rig import Cli
 
-from tierd.daemon.cli_spawn import wait_until_gone
+from tierd.daemon.cli_spawn import unwritable, wait_until_gone
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_start_status_logs_stop(cli: Cli) -> None:
     said = cli("start", "--max-queue", "7")
     assert said.code == 0, said.err
     status = cli("status", "--json").json
-    assert status["state"] == "idle" and f"pid {status['pid']}" in said.err
+    assert status["state"] == "idle" and f"pid {status['pid']}" in said.out
     assert cli("ps", "--json").json == {"engines": []}
     assert "listening at" in cli("logs").out
     again = cli("serve")
@@ -42,8 +42,8 @@ def test_start_status_logs_stop(cli: Cli) -> None:
 
 def test_two_starts_at_once_make_one_daemon(cli: Cli) -> None:
     command = [sys.executable, "-m", "tierd.daemon.cli", "start"]
-    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [one.communicate(timeout=30)[1] for one in both]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [one.communicate(timeout=30)[0] for one in both]
     pid = cli("status", "--json").json["pid"]
     assert [one.returncode for one in both] == [0, 0], said
     assert all(f"pid {pid}" in text for text in said)
@@ -60,6 +60,13 @@ def test_a_stale_socket_is_replaced(cli: Cli) -> None:
     assert cli("start").code == 0
     assert cli("ps").code == 0
     assert cli("stop").code == 0
+
+
+def test_what_cannot_be_kept_is_told_at_the_start(cli: Cli) -> None:
+    place = Path("/dev/null/cache")
+    assert unwritable(place) == Path("/dev/null") and unwritable(cli.home / "new" / "place") is None
+    # Whatever becomes of such a start: a read-only mount, which no test can make, lets the daemon up.
+    assert "warning: /dev/null cannot be written to: neither pages nor" in cli("start", "--cache-dir", str(place)).err
 
 
 def test_a_start_that_fails_tells_why(cli: Cli) -> None:

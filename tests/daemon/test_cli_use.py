@@ -45,7 +45,7 @@ def test_resize(cli: Cli) -> None:
     with cli.front() as front:
         front.answers["resize"] = {"model": "alpha", "device_bytes": 6_000_000_000, "host_bytes": 0}
         said = cli("resize", "--device-mem", "6GB", "--host-mem", "0", "--timeout", "5")
-        assert said.code == 0 and "alpha: 6.0 GB on the device, 0 B in CPU memory" in said.err
+        assert said.code == 0 and "alpha: 6.0 GB on the device, 0 B in CPU memory" in said.out
         assert front.requests[-1].args == {
             "model": None, "device_bytes": 6_000_000_000, "host_bytes": 0, "timeout_s": 5.0,
         }  # fmt: skip
@@ -80,7 +80,7 @@ def test_load_shows_progress(cli: Cli) -> None:
         said = cli("load", "alpha")
         assert cli("load", "alpha", "--json").json == {"model": "alpha", "pid": 7}
     shown = ["weights 0% 0 of 10", "weights 50% 5 of 10", "weights 100% 10 of 10"]
-    assert said.err.splitlines() == [*shown, "alpha is ready"]
+    assert said.err.splitlines() == shown and said.out == "alpha is ready\n"
 
 
 def test_load_of_an_unknown_model(cli: Cli) -> None:
@@ -94,10 +94,10 @@ def test_load_of_an_unknown_model(cli: Cli) -> None:
 def test_unload(cli: Cli) -> None:
     with cli.front() as front:
         front.answers["unload"] = {"unloaded": ["alpha"]}
-        assert "unloaded alpha" in cli("unload", "alpha").err
+        assert "unloaded alpha" in cli("unload", "alpha").out
         assert cli("unload", "--all", "--json").json == {"unloaded": ["alpha"]}
         front.answers["unload"] = {"unloaded": []}
-        assert "alpha was not loaded" in cli("unload", "alpha").err
-        assert "nothing was loaded" in cli("unload", "--all").err
+        assert "alpha was not loaded" in cli("unload", "alpha").out
+        assert "nothing was loaded" in cli("unload", "--all").out
     one, every = {"model": "alpha"}, {"all": True}
     assert [request.args for request in front.requests] == [one, every, one, every]

@@ -14,12 +14,14 @@ from tierd.daemon.config import (
     engine_config,
     is_loopback,
     load,
+    load_anyway,
     resolve_sizes,
     setting_docs,
     split_listen,
 )
 from tierd.daemon.errors import BadConfig
 from tierd.daemon.machine import Machine
+from tierd.kernels.layout import PAGE_FORMATS
 
 GB = 10**9
 
@@ -79,8 +81,10 @@ def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Pat
         "threads": "3", "kv_format": "bf16", "ctx": "4096", "max_batch": "64",
         "max_streams": "4", "max_queue": "5", "keep_alive": "never", "log_level": "debug", "log_format": "json",
         "offline": "true", "default_model": "x", "keys_file": str(tmp_path / "k.json"),
+        "batches_dir": str(tmp_path / "b"),
         "log_bytes": "1MiB", "log_files": "7", "compat.strip_attribution": "false",
         "allowed_hosts": "tierd.example,other.example:80", "origins": "http://localhost:3000",
+        "max_loaded": "2", "pinned_models": "smollm2:135m,other",
     }  # fmt: skip
     assert set(texts) == {doc.key for doc in setting_docs()}
     file.write_text("\n".join(f'{key} = "{value}"' for key, value in texts.items()))
@@ -137,8 +141,15 @@ def test_a_bad_variable_is_named(env: dict[str, str], file: Path) -> None:
 
 def test_a_bad_flag_is_named(env: dict[str, str], file: Path) -> None:
     file.touch()
-    with pytest.raises(BadConfig, match="--kv-format must be one of fp32, fp16, bf16, not 'fp8'"):
-        load({"kv_format": "fp8"}, env, file)
+    formats = "fp32, fp16, bf16, fp8, k8v8, k8v4, k4v8, k4v4"
+    with pytest.raises(BadConfig, match=f"--kv-format must be one of {formats}, not 'int8'"):
+        load({"kv_format": "int8"}, env, file)
+
+
+def test_every_page_format_is_a_setting(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    for name in PAGE_FORMATS:
+        assert load({"kv_format": name}, env, file).settings.kv_format == name
 
 
 def test_a_secret_is_not_shown(env: dict[str, str], file: Path) -> None:
@@ -221,3 +232,28 @@ def test_a_table_of_the_file_and_its_other_spellings(env: dict[str, str], file: 
     file.write_text('[listen]\nport = "1"\n')
     with pytest.raises(BadConfig, match="listen.port"):
         load({}, env, file)
+
+
+def test_faults_leave_the_other_values_as_they_were_set(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('threads = "many"\nmax_queu = 3\nmax_streams = 5\n')
+    env = {"TIERD_MAX_QUEUE": "x", "TIERD_NONSENSE": "1", "TIERD_LOG_FILES": "7"}
+    (settings, origins), faults = load_anyway({}, env, file)
+    assert (settings.threads, settings.max_streams, settings.max_queue, settings.log_files) == (0, 5, 512, 7)
+    assert origins["threads"] == "default" and origins["max_streams"] == f"file {file}"
+    told = [fault.message.split(" ")[0] for fault in faults]
+    assert told == ["threads", "unknown", "TIERD_MAX_QUEUE", "unknown"]
+    with pytest.raises(BadConfig, match="threads in"):
+        load({}, env, file)
+
+
+def test_a_file_that_is_no_toml_is_one_fault(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("threads = [\n")
+    (settings, _), faults = load_anyway({"max_streams": "3"}, {}, file)
+    assert settings.max_streams == 3 and len(faults) == 1 and "not valid TOML" in faults[0].message
+
+
+def test_a_flag_that_is_wrong_is_never_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="--threads"):
+        load_anyway({"threads": "many"}, {})

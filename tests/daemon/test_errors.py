@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tierd.daemon import errors
-from tierd.daemon.errors import TABLE, TierdError, from_wire, suggest, to_wire
+from tierd.daemon.errors import TABLE, TierdError, from_wire, sentence, should_retry, suggest, to_wire
 
 CLASSES = [
     value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, TierdError)
@@ -76,3 +76,12 @@ def test_any_map_becomes_an_error(data: dict[str, object]) -> None:
 def test_suggest() -> None:
     assert suggest("device_men", ["device_mem", "host_mem"]) == "did you mean 'device_mem'?"
     assert suggest("zzz", ["device_mem"]) is None
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_one_line_and_whether_another_try_can_help(cls: type[TierdError]) -> None:
+    assert sentence(cls("what", hint="do this")) == "what; do this"
+    exc = cls("what", hint=None)
+    assert sentence(exc) == "what"
+    passes = exc.status in (429, 503) and not isinstance(exc, errors.DaemonUnreachable)
+    assert should_retry(exc) == (passes or isinstance(exc, errors.EngineFailed))

@@ -8,10 +8,12 @@ import socket
 import pytest
 from front_harness import Front, make_settings, running, set_options, text, until
 
+from tests.daemon.engine.rig import Rig
 from tierd.daemon import heart
-from tierd.daemon.heart import HANG_S, STEPS_OF_PATIENCE, UNKNOWN_HANG_S, Heart, Pulse
+from tierd.daemon.engine.status import StatusBoard
+from tierd.daemon.heart import HANG_S, STEPS_OF_PATIENCE, UNKNOWN_HANG_S, UNKNOWN_ROW_S, Heart, Pulse
 
-BUSY = {"uptime_s": 5.0, "steps": 9, "step_ms": 20.0, "running": 1, "waiting": 0}
+BUSY = {"uptime_s": 5.0, "steps": 9, "running": 1, "waiting": 0, "step": {"rows": 1, "for_s": 0.0, "expected_s": 0.02}}
 
 
 def test_a_loop_that_publishes_lives():
@@ -39,18 +41,81 @@ def test_a_loop_without_streams_need_not_publish():
 
 def test_long_steps_get_more_time():
     pulse = Pulse(0.0)
-    slow = {**BUSY, "step_ms": 20_000.0}
+    slow = {**BUSY, "step": {"rows": 512, "for_s": 1.0, "expected_s": 20.0}}
     pulse.feel(slow, 1, 0.0)
     pulse.feel(slow, 1, 150.0)
     assert not pulse.hangs(150.0) and pulse.hangs(20.0 * STEPS_OF_PATIENCE + 1)
 
 
-@pytest.mark.parametrize("status", [{}, {**BUSY, "step_ms": 0.0}, {**BUSY, "running": 0}])
+@pytest.mark.parametrize("status", [{}, {**BUSY, "steps": 0, "step": {}}, {**BUSY, "running": 0, "step": {}}])
 def test_a_loop_that_is_not_known_to_work_gets_the_most(status):
     pulse = Pulse(0.0)
     pulse.feel(status, 1, 0.0)
     pulse.feel(status, 1, UNKNOWN_HANG_S)
     assert not pulse.hangs(UNKNOWN_HANG_S) and pulse.hangs(UNKNOWN_HANG_S + 1)
+
+
+def test_a_first_step_gets_time_for_its_rows():
+    pulse = Pulse(0.0)
+    first = {**BUSY, "steps": 0, "running": 0, "step": {"rows": 512, "for_s": 1.0, "expected_s": 0.0}}
+    limit_s = UNKNOWN_HANG_S + 512 * UNKNOWN_ROW_S
+    pulse.feel(first, 1, 0.0)
+    pulse.feel(first, 1, limit_s)
+    assert limit_s > 1000 and not pulse.hangs(limit_s) and pulse.hangs(limit_s + 1)
+
+
+def test_a_loop_that_stands_still_between_two_steps_hangs_in_time():
+    pulse = Pulse(0.0)
+    pulse.feel({**BUSY, "step": {"rows": 512, "for_s": 1.0, "expected_s": 60.0}}, 1, 0.0)
+    after = {**BUSY, "uptime_s": 60.0, "steps": 10, "step": {}}
+    pulse.feel(after, 1, 60.0)
+    pulse.feel(after, 1, 90.0)
+    assert not pulse.hangs(90.0) and pulse.hangs(91.0)
+
+
+class Asked:
+    """What the front learns of an engine's own board, once a second while the decoder computes."""
+
+    def __init__(self, row_s: float) -> None:
+        self.rig = Rig(slots=256, max_rows=600, context=900)
+        self.board = StatusBoard("m", 900, self.rig.streams, self.rig.pager, self.rig.clock)
+        self.pulse = Pulse(self.rig.clock.now_s)
+        self.killed = False
+        self._row_s = row_s
+        plain = self.rig.decoder.start
+        self.rig.decoder.start = lambda tokens, *rest: (self._compute(len(tokens)), plain(tokens, *rest))
+
+    def _compute(self, rows: int) -> None:
+        end_s = self.rig.clock.now_s + rows * self._row_s
+        while self.rig.clock.now_s < end_s:
+            self.rig.clock.now_s = min(self.rig.clock.now_s + 1.0, end_s)
+            self.pulse.feel(self.board.told(), 1, self.rig.clock.now_s)
+            self.killed |= self.pulse.hangs(self.rig.clock.now_s)
+
+    def turn(self) -> None:
+        self.rig.turn()
+        self.board.publish(now=True)
+
+
+@pytest.mark.parametrize("row_s", [0.11, 1.5])  # of 8 billion weights on some cores; of far more from a disk
+def test_a_lone_prompt_after_short_steps_is_not_taken_for_a_hang(row_s):
+    one = Asked(row_s)
+    one.rig.submit(1, [number % 60 for number in range(12)], max_tokens=12)
+    for _ in range(20):
+        one.turn()
+    one.rig.submit(2, [number % 50 for number in range(540)], max_tokens=2)
+    while not one.rig.of(2, "done"):
+        one.turn()
+    assert not one.killed and max(one.rig.decoder.batches) > 500
+
+
+def test_a_first_prompt_of_many_rows_is_not_taken_for_a_hang():
+    one = Asked(1.5)
+    one.rig.submit(1, [number % 50 for number in range(540)], max_tokens=2)
+    one.board.publish(now=True)
+    while not one.rig.streams.totals.steps:
+        one.turn()
+    assert not one.killed and one.rig.clock.now_s > 800
 
 
 async def test_an_engine_that_stands_still_is_replaced_and_its_streams_go_on(front: Front, fake_models, monkeypatch):

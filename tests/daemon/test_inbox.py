@@ -26,9 +26,9 @@ async def test_waiting_text_is_joined_and_order_is_kept():
 
 async def test_only_the_newest_progress_waits():
     inbox = Inbox()
-    for done in range(1000):
-        inbox.put(Event(1, "progress", {"done": done}))
-    assert (await inbox.get(1)).data["done"] == 999
+    for done in range(10_000):
+        assert inbox.put(Event(1, "progress", {"done": done})), "what was replaced still counts"
+    assert (await inbox.get(1)).data["done"] == 9999
     with pytest.raises(TimeoutError):
         await inbox.get(0.01)
 
@@ -87,11 +87,13 @@ def kind(**data):
 async def test_texts_of_one_kind_are_joined_with_all_that_they_say():
     inbox = Inbox()
     top = [{"logprob": -1.0, "top": []}]
-    for event in (kind(thinking="a", logprobs=top), kind(thinking="b", logprobs=top), kind(text="c"), kind(text="d"),
+    for event in (kind(thinking="a", thinking_tokens=1, logprobs=top),
+                  kind(thinking="b", thinking_tokens=1, logprobs=top), kind(text="c"), kind(text="d"),
                   kind(calls=[{"index": 0, "id": "x", "name": "f"}]),
                   kind(calls=[{"index": 0, "arguments": "{}"}])):  # fmt: skip
         inbox.put(event)
-    assert (await inbox.get(1)).data == {"text": "", "tokens": [1, 1], "thinking": "ab", "logprobs": top * 2}
+    both = {"text": "", "tokens": [1, 1], "thinking": "ab", "thinking_tokens": 2, "logprobs": top * 2}
+    assert (await inbox.get(1)).data == both
     assert (await inbox.get(1)).data == {"text": "cd", "tokens": [1, 1]}
     assert [piece.get("arguments") for piece in (await inbox.get(1)).data["calls"]] == [None, "{}"]
     assert inbox._pending_bytes == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import resource
 import stat
 import threading
 from pathlib import Path
@@ -99,6 +100,20 @@ def test_a_file_that_is_open_to_others_opens_nothing(path: Path, mode: int) -> N
     assert ring.find(text) is None and ring.wants_one()
     with pytest.raises(PermissionDenied, match="open to others"):
         keys.read(path)
+
+
+def test_a_failure_that_passes_shuts_the_door_no_longer_than_it_lasts(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, text = keys.add(path, "laptop")
+    ring, limits = KeyRing(path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no descriptor is left
+    try:
+        found, wants_one = [ring.find(text) for _ in range(3)], ring.wants_one()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == [None] * 3 and wants_one and len(caplog.records) == 1
+    assert ring.find(text) == made and ring.wants_one()
 
 
 def test_a_link_in_its_place_is_not_followed(path: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tierd.daemon.errors import BadRequest
-from tierd.daemon.limits import check_submit
+from tierd.daemon.limits import check_submit, fitted
 from tierd.daemon.protocol import Format, Keep, Message, Sampling, Submit, Tool, ToolCall
 
 CONTEXT = 4096
@@ -56,6 +56,7 @@ def check(**fields):
         {"messages": (Message("system", ""), Message("user", "hi"))}, {"tokens": (0, 5)}, {"ctx": 16}, {"ctx": CONTEXT},
         {"priority": 100}, {"n": 1}, {"n": 64}, {"n": 3, "best_of": 3}, {"best_of": 64}, {"beam_width": 32, "n": 32},
         {"logprobs": 0}, {"logprobs": 20}, {"salt": "x" * 256}, {"salt": "\0/../é"}, {"prompt": "x", "suffix": ""},
+        {"messages": HI, "before": (0, 7)},
         {"messages": HI, "keep": (Keep(0, 0.0), Keep(1, 86400.0), Keep(1, 1.0), Keep(1, 300.0))},
         {"messages": HI, "tools": tuple(Tool(f"f{n}") for n in range(128)), "tool_choice": "function:f127"},
         {"messages": HI, "tools": (Tool("A-z_0" + "x" * 59),), "tool_choice": "required"},
@@ -98,6 +99,8 @@ def test_within(fields):
         ({"messages": HI, "suffix": "x"}, "suffix"), ({"tokens": (1,), "suffix": "x"}, "suffix"),
         ({"messages": HI, "keep": (Keep(2, 1.0),)}, "keep"), ({"messages": HI, "keep": (Keep(-1, 1.0),)}, "keep"),
         ({"messages": HI, "keep": (Keep(1, 86401.0),)}, "keep.ttl_s"),
+        ({"before": (1,)}, "before"), ({"messages": HI, "before": (-1,)}, "before"),
+        ({"messages": HI, "before": (1,), "keep": (Keep(1, 1.0),)}, "before"),
         ({"messages": HI, "keep": (Keep(1, math.nan),)}, "keep.ttl_s"),
         ({"messages": HI, "keep": (Keep(1, 1.0),) * 5}, "keep"), ({"keep": (Keep(0, 1.0),)}, "keep"),
         ({"messages": HI, "tools": tuple(Tool(f"f{n}") for n in range(129))}, "tools"),
@@ -139,6 +142,13 @@ def test_beyond(fields, param):
     with pytest.raises(BadRequest) as caught:
         check(**fields)
     assert caught.value.param == param and param.split("[")[0] in caught.value.message
+
+
+def test_more_tokens_than_the_context_are_fitted_into_it():
+    within = Submit("m", prompt="x", sampling=Sampling(max_tokens=CONTEXT, top_k=3))
+    assert fitted(within, CONTEXT) is within and fitted(Submit("m", prompt="x"), 5).sampling.max_tokens is None
+    sampling = Sampling(max_tokens=CONTEXT + 1, top_k=3)
+    assert fitted(Submit("m", prompt="x", sampling=sampling), CONTEXT) == within
 
 
 def test_no_input_at_all():

@@ -8,7 +8,7 @@ import pytest
 from front_harness import make_model, until
 
 from tierd.daemon.errors import BadRequest, Draining, EngineFailed, ModelNotFound, NotFound, TooBusy
-from tierd.daemon.protocol import Submit
+from tierd.daemon.protocol import Message, Submit
 from tierd.daemon.service import failure
 
 
@@ -45,7 +45,7 @@ async def test_the_default_model_and_aliases(front):
 
 
 async def test_a_model_that_is_removed_is_noticed(front):
-    front.service.submit(Submit("alpha", prompt="x"))
+    front.service.release(front.service.submit(Submit("alpha", prompt="x")))
     (front.settings.models_dir / "alpha" / "manifest.json").unlink()
     with pytest.raises(Exception, match="alpha"):
         front.service.submit(Submit("alpha", prompt="x"))
@@ -79,12 +79,46 @@ async def test_clear_removes_closed_stores(front):
 
 async def test_live_requests_are_counted(front):
     stream = front.service.submit(Submit("alpha", prompt="!hang"))
-    assert front.service.live == 0  # nothing runs before it is iterated
+    assert front.service.live == 1  # from its admission on
     events = front.service.run(stream, "test")
     await anext(events)
     assert front.service.live == 1 and await front.service.drain(0.05) == 1
     await events.aclose()
     await until(lambda: front.service.live == 0)
+
+
+async def test_a_place_is_given_back_also_when_nothing_ever_ran(front):
+    with pytest.raises(ZeroDivisionError):
+        async with front.service.answering(Submit("alpha", prompt="!hang"), "test"):
+            raise ZeroDivisionError
+    assert front.service.live == 0
+    stream = front.service.submit(Submit("alpha", prompt="x"))
+    front.service.release(stream)
+    front.service.release(stream)  # twice is fine
+    assert front.service.live == 0
+
+
+async def test_counting_loading_and_answering_are_admitted_alike(front):
+    service, submit = front.service, Submit("alpha", prompt="x")
+    message = Submit("alpha", messages=(Message("user", "one two"),))
+    assert await service.count(message) > 0
+    with pytest.raises(BadRequest, match="role"):
+        await service.count(Submit("alpha", messages=(Message("nobody", "x"),)))
+    bound = front.settings.max_streams + front.settings.max_queue
+    waiting = [service.submit(submit) for _ in range(bound)]
+    calls = (
+        lambda: service.count(message), lambda: service.load("alpha"),
+        lambda: service.embed("alpha", ["x"], "", "t"), lambda: service.tokenize("alpha", {"text": "x"}),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(TooBusy):
+            await call()
+    for stream in waiting:
+        service.release(stream)
+    service.draining = True
+    for call in calls:
+        with pytest.raises(Draining):
+            await call()
 
 
 async def test_looking_loads_no_model(front):
@@ -128,4 +162,5 @@ async def test_only_an_engine_that_runs_has_a_size(front):
         await front.service.resize("nothing", {"device_bytes": 9})
     await run(front, Submit("alpha", prompt="x"))
     answer = await front.service.resize(None, {"device_bytes": 9, "timeout_s": 1.0})
-    assert answer == {"model": "alpha", "args": {"device_bytes": 9, "timeout_s": 1.0}}
+    args = {"device_bytes": 9, "timeout_s": 1.0}
+    assert answer == {"model": "alpha", "args": args} | args

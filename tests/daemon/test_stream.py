@@ -52,7 +52,7 @@ async def test_a_sampled_stream_keeps_its_seed_over_a_death(front):
         wire.generate(request_id, "say", max_tokens=30, temperature=0.9)
     while (await wire.next()).ev != "text":
         pass
-    seeds = [live.live.submit.sampling.seed for live in front.service._live.values()]
+    seeds = [live.live.submit.sampling.seed for live in front.service._places]
     os.kill(front.engine().pid, signal.SIGKILL)
     texts = {1: "", 2: ""}
     ended = 0

@@ -71,7 +71,7 @@ def test_find_and_list(models_dir):
     assert (listed.name, listed.manifest, listed.problem) == ("smollm2-135m", manifest, None)
     with pytest.raises(ModelNotFound, match="model 'other' isn't prepared") as caught:
         find(models_dir, "other")
-    assert caught.value.hint == "prepared models: smollm2-135m"
+    assert caught.value.hint is not None and caught.value.hint.startswith("prepared models: smollm2-135m; ")
     assert list_models(models_dir / "gone") == []
     with pytest.raises(ModelNotFound) as caught:
         find(models_dir / "gone", "smollm2:135m")

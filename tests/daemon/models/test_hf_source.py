@@ -68,6 +68,13 @@ def test_bos_that_the_tokenizer_adds(directory):
     assert len(Tokenizer.from_str(side.tokenizer_json).encode("x" * 100, add_special_tokens=False).ids) == 100
 
 
+def test_pooling(directory):
+    assert text(directory).pooling == "mean"
+    (directory / "1_Pooling").mkdir()
+    write(directory / "1_Pooling" / "config.json", pooling_mode_lasttoken=True)
+    assert text(directory).pooling == "last"
+
+
 def test_sampling(directory):
     assert text(directory).sampling == Sampling()
     path = directory / "generation_config.json"

@@ -1,3 +1,6 @@
+import time
+from types import SimpleNamespace
+
 import huggingface_hub
 import pytest
 
@@ -14,12 +17,26 @@ def test_snapshot_passes_everything_on(monkeypatch, tmp_path, quiet):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert HuggingFaceHub().snapshot("o/n", "main", ("*.json",), True, quiet) == tmp_path
-    assert seen == {"repo": "o/n", "revision": "main", "allow_patterns": ["*.json"], "local_files_only": True}
+    assert seen == {
+        "repo": "o/n", "revision": "main", "allow_patterns": ["*.json"], "local_files_only": True, "endpoint": None,
+    }  # fmt: skip
 
 
 def test_files(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo, revision: [repo, str(revision)])
-    assert HuggingFaceHub().files("o/n", None) == ["o/n", "None"]
+    def info(self, repo, revision, timeout):
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=f"{repo}.{revision}")])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    assert HuggingFaceHub().files("o/n", None) == ["o/n.None"]
+
+
+def test_a_hub_that_is_not_there_is_told_at_once_and_in_one_line(capfd):
+    started_s = time.monotonic()
+    with pytest.raises(DownloadFailed) as caught:
+        HuggingFaceHub("http://127.0.0.1:9").files("no/such", None)
+    assert "no/such could not be fetched: " in caught.value.message and "\n" not in caught.value.message
+    assert time.monotonic() - started_s < 5, "nothing is tried again and again"
+    assert capfd.readouterr().err == ""
 
 
 class GatedRepoError(Exception):
@@ -39,7 +56,7 @@ def test_errors_say_what_to_do(monkeypatch, quiet, error, message, hint):
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     hub = HuggingFaceHub()
     for call in (lambda: hub.files("o/n", None), lambda: hub.snapshot("o/n", None, (), False, quiet)):
         with pytest.raises(DownloadFailed) as caught:

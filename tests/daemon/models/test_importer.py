@@ -242,7 +242,7 @@ def test_a_full_disk(tmp_path, make_gguf, quiet, monkeypatch):
             import_model(tmp_path / "m.gguf", models_dir, "m", None, quiet)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(OutOfSpace, match="1,000 are free"):
+    with pytest.raises(OutOfSpace, match="1.0 kB are free"):
         import_model(tmp_path / "m.gguf", models_dir, "m", None, quiet)
     assert [p.name for p in models_dir.iterdir()] == [".lock"]
 

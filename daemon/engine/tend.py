@@ -170,6 +170,8 @@ async def _resize_arenas(engine: Engine, device_slots: int | None, host_slots: i
 
 async def _move_weights(engine: Engine, weights_bytes: int, deadline_s: float) -> None:
     """Records leave memory or come into it one by one, each between two steps."""
+    if not engine.weights.can_move:
+        raise Unsupported("weights on a card can't be moved yet", param="weights_bytes")
     try:
         await asyncio.wrap_future(engine.loop.call(lambda: engine.weights.retarget(weights_bytes)))
     except DoesNotFit as exc:

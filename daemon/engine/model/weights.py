@@ -136,6 +136,11 @@ class ModelWeights:
         """Whether a pass needs anything that is not in memory: it goes layer by layer then."""
         return self._ring is not None or self._panels is not None
 
+    @property
+    def can_move(self) -> bool:
+        """Whether layers can come and go: a card holds all of them."""
+        return self._decoder is not None
+
     def attach(self, decoder: CpuDecoder) -> None:
         """The decoder that was built of what is in memory."""
         self._decoder = decoder

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from tierd.daemon.engine import page_events, sequence_rows
 from tierd.daemon.engine.foresight import Foresight, Row, Seen
@@ -26,6 +27,7 @@ from tierd.daemon.engine.prefix_tree import PrefixTree, TreeWalk
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.errors import BadRequest, NotFound, TierdError
 from tierd.daemon.machine import Sizes
+from tierd.tiers.errors import PageLost, StoreBroken
 from tierd.tiers.journal import MAX_ENTRIES, What
 from tierd.tiers.keys import unpack_tokens
 from tierd.tiers.page import PageKey, Tier
@@ -307,7 +309,26 @@ class TopBoard:
                 one.name.lower(): slot for one in Tier if (slot := self._sketches[one].slot_of(node)) >= 0
             },
             "victim_rank": heaps[tier].before(node) if may_go else None,
+            "checksum": self._checksum(node),
         }
+
+    def _checksum(self, node: Node) -> str | None:
+        """Whether the copy on disk is what was written, which it is read for; None where there is none."""
+        pager = self._pager
+        if not node.durable:
+            return None
+        if pager.store is None or not pager.writeback.on or node.moves or node.writing:
+            return "unread"
+        try:
+            pager.store.read_into(node.key, np.empty(pager.device.record_bytes, np.uint8))
+        except PageLost:
+            pager.residency.take(node, Tier.NVME)  # the store has set it aside
+            pager.residency.settle(node)
+            return "bad"
+        except StoreBroken as exc:
+            pager.writeback.turn_off(str(exc))
+            return "unread"
+        return "good"
 
     def _plan_of(self) -> tuple[Seen, Sizes, int] | None:
         """What the plan is made of: the load, the sizes of the tiers, and the memory that weights take."""

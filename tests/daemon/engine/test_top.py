@@ -369,6 +369,34 @@ async def test_what_happened_is_told_once_and_leads_to_the_page(live: Live, toke
     assert {row.kind for row in later.events} <= {"evict", "demote"}
 
 
+def spoil_slabs(cache: Path) -> None:
+    """A flipped bit in every 512 bytes that are stored."""
+    for slab in cache.rglob("slab-*.pages"):
+        held = bytearray(slab.read_bytes())
+        for at in range(100, len(held), 512):
+            held[at] ^= 1
+        with slab.open("r+b") as file:
+            file.write(held)
+
+
+async def test_the_copy_on_disk_is_read_and_judged(live: Live, tokenizer: ThreadPoolExecutor) -> None:
+    engine, board = live.engine, live.engine.top
+    await asyncio.to_thread(live.run, [{"tokens": PROMPT, "max_tokens": 8}])
+    await asyncio.to_thread(live.flush)
+    node = next(node for node in engine.pager.index.nodes.values() if node.durable and node.device >= 0)
+    asked = {"key": node.key.hex()}
+
+    async def detail() -> PageDetail:
+        return convert(await board.detail(engine, tokenizer, asked), PageDetail)
+
+    assert (await detail()).checksum == "good"
+    spoil_slabs(Path(live.config.cache_dir))
+    assert (await detail()).checksum == "bad"
+    after = await detail()
+    assert after.checksum is None and after.copies is not None and "nvme" not in after.copies
+    assert await asyncio.wrap_future(engine.loop.call(engine.pager.check)) == []
+
+
 async def test_weights_and_plan_are_told_with_what_they_rest_on(live: Live, tokenizer: ThreadPoolExecutor) -> None:
     engine, board = live.engine, live.engine.top
     seen = TopAnswer()

@@ -54,8 +54,8 @@ class _Flush:
 class StepLoop:
     """Threading: `submit`, `cancel`, `call`, `flush`, `stop` from any thread; everything else on the loop's own.
 
-    `emit` gets the events of each turn, `published` is called after each turn, `died` once when the thread ends (with
-    None after `stop`); all three on the loop's thread.
+    `emit` gets the events of each turn, `published` is called after each turn and before its events, `died` once when
+    the thread ends (with None after `stop`); all three on the loop's thread.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class StepLoop:
 
     def _cycle(self) -> None:
         worked = self._turn()
+        self._published()  # first: who hears the end of a request may ask for figures at once
         self._tell()
         self._work_on_flushes()
-        self._published()
         self._receive(0.0 if worked else self._nap_s())
 
     def _turn(self) -> bool:

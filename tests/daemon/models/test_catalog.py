@@ -75,7 +75,7 @@ def test_find_and_list(models_dir):
     assert list_models(models_dir / "gone") == []
     with pytest.raises(ModelNotFound) as caught:
         find(models_dir / "gone", "smollm2:135m")
-    assert caught.value.hint == "fetch it with: tierd pull smollm2:135m"
+    assert caught.value.hint == "pull it first: `tierd pull smollm2:135m`"
 
 
 @pytest.mark.parametrize(

@@ -278,8 +278,8 @@ class Streams:
         active = [request for request in self._requests.values() if request.phase in (Phase.PREFILL, Phase.DECODE)]
         if worked or not active:
             self._moved_s = self._still_s = now_s
-        elif moved or self._pager.evictor.under_way:
-            self._still_s = now_s
+        elif moved or self._pager.evictor.under_way or self._pager.writeback.paused:
+            self._still_s = now_s  # what a pause holds up may go on when it is over
         if (waited_s := now_s - self._moved_s) > STUCK_S or now_s - self._still_s > STILL_S:
             self._moved_s = self._still_s = now_s
             if pages := self._pager.evictor.let_kept_go():

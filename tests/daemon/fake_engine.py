@@ -234,8 +234,8 @@ class Fake:
             os.kill(os.getpid(), signal.SIGKILL)
         if "refuse" in words:
             self.running.pop(request.id)
-            self.send(request.id, "refused", code="context_length_exceeded", message="5000 tokens used, 4096 allowed",
-                      hint="shorten it")
+            self.send(request.id, "refused", code="context_length_exceeded", hint="shorten it",
+                      message="the prompt is too long: 5000 tokens used, 4096 allowed")
             return
         if "freeze" in words and self.first_time(prompt):
             self.send(request.id, "accepted", prompt_tokens=5, cached_tokens=2)

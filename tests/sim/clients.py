@@ -34,6 +34,7 @@ class Client:
     ends: list[str] = field(default_factory=list)  # terminal events
     cancelled: bool = False
     excused: bool = False  # a fault was injected that may end it with `failed`
+    is_bounded: bool = False  # the engine had too little memory for all of its answer when it asked
 
     @property
     def submit(self) -> Submit:
@@ -75,7 +76,8 @@ class Client:
 
     def _judge_end(self, kind: str, data: dict[str, Any]) -> str:
         if kind == "done":
-            short = self.excused and data["finish"] == "length"  # the disk that was to hold the rest is gone
+            # The disk that was to hold the rest is gone, or was not there.
+            short = (self.excused or self.is_bounded) and data["finish"] == "length"
             if (self.got, data["finish"]) != (self.wanted, self.finish) and not short:
                 return f"done with {self.got} ({data['finish']}), not {self.wanted} ({self.finish})"
         elif kind == "aborted" and not self.cancelled:

@@ -53,7 +53,7 @@ def test_a_whole_measurement_of_a_model(model_dir: Path, tmp_path: Path) -> None
     found = msgspec.json.decode(done.stdout, type=rates.Measured)
     manifest = json.loads((model_dir / "manifest.json").read_text())
     compute, what = found.compute_for(manifest["digest"], "int4-g32")
-    assert what == "this model" and set(compute.attend_s) == {"fp32", "fp16"}
+    assert what == "this model" and set(compute.attend_s) == {"fp32", "fp16", "k8v4"}
     assert found.loop.step_s + found.loop.stream_s > 0
     rates.save(tmp_path / "cache", found)
     assert rates.load(tmp_path / "cache", found.fingerprint) == found

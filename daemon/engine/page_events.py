@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, assert_never
 
+from tierd.daemon.units import counted
 from tierd.tiers.journal import Entry, What
 from tierd.tiers.page import Tier
 from tierd.tiers.pager import Pager
@@ -37,7 +38,7 @@ def _rows(pager: Pager, entries: Iterable[Entry], slot_of: Place) -> Iterable[di
 
 def text(entry: Entry) -> str:
     """What an entry says to a person."""
-    pages = f"{entry.count} page{'s' * (entry.count != 1)}"
+    pages = counted(entry.count, "page")
     where = _NAMES[entry.tier] if entry.tier is not None else "memory"
     match entry.what:
         case What.EVICT:
@@ -51,9 +52,9 @@ def text(entry: Entry) -> str:
         case What.PERSIST:
             return f"{pages} made durable"
         case What.PREEMPT:
-            return f"made room for others: {entry.count} request{'s' * (entry.count != 1)}"
+            return f"made room for others: {counted(entry.count, 'request')}"
         case What.FAILURE:
-            return f"{entry.count} request{'s' * (entry.count != 1)} failed"
+            return f"{counted(entry.count, 'request')} failed"
         case What.DAMAGE | What.PREFIX | What.RESIZE | What.ENGINE:
             return entry.text
         case _:

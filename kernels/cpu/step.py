@@ -24,7 +24,7 @@ from tierd.kernels.cpu.attention import (
     scratch_bytes,
     sums_bytes,
 )
-from tierd.kernels.cpu.batch import Addresses, Batch, Ints, Memory, check_batch, check_pages, cut_attention
+from tierd.kernels.cpu.batch import Addresses, Memory, check_pages, cut_attention
 from tierd.kernels.cpu.forward import JOB, num_phases, num_stages, work
 from tierd.kernels.cpu.hidden import final_hidden
 from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, matmul
@@ -46,6 +46,7 @@ from tierd.kernels.cpu.weights import (
 )
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.packing import PANEL_ROWS, PackedMatrix, WeightFormat, pack
+from tierd.kernels.rows import Batch, Ints, check_batch
 
 Floats = NDArray[np.float32]
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Batch, Ints, check_batch
 
-Ints = NDArray[np.int32]
 Addresses = NDArray[np.int64]
 ALIGN_BYTES = 64  # of a record's address: what the kernels' vector loads are told
 
@@ -79,11 +79,10 @@ def arrange(
     vocab: int, context: int, max_rows: int,
 ) -> Arranged:  # fmt: skip
     """Arranges a pass, see `GpuDecoder.forward`. Raises ValueError for rows that don't fit one another or the model."""
-    _check(tokens, positions, row_seq, page_offsets, logit_rows, page_tokens, vocab, context, max_rows)
+    batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
+    check_batch(batch, vocab, context, max_rows, page_tokens)
     first = np.flatnonzero(np.concatenate([[True], row_seq[1:] != row_seq[:-1]]))
     counts = np.diff(first, append=len(tokens))
-    if len(np.unique(row_seq)) != len(first):
-        raise ValueError("the rows of a sequence must be adjacent")
     steps = np.arange(len(tokens)) - np.repeat(first, counts)
     if (positions != np.repeat(positions[first], counts) + steps).any():
         raise ValueError("the rows of a sequence must follow each other in position")
@@ -144,37 +143,6 @@ def range_of(memory: Any) -> Range:
             raise ValueError(f"memories must be contiguous, got strides {memory.strides}")
         return Range(int(memory.ctypes.data), memory.nbytes)
     return Range(memory.address, memory.nbytes)
-
-
-def _check(
-    tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, page_tokens: int,
-    vocab: int, context: int, max_rows: int,
-) -> None:  # fmt: skip
-    named = {
-        "tokens": tokens, "positions": positions, "row_seq": row_seq, "page_offsets": page_offsets,
-        "logit_rows": logit_rows,
-    }  # fmt: skip
-    for name, array in named.items():
-        if array.ndim != 1 or array.dtype != np.int32:
-            raise ValueError(f"{name} must be an int32 vector, got {array.dtype} {array.shape}")
-    rows = len(tokens)
-    if not 1 <= rows <= max_rows:
-        raise ValueError(f"a pass takes 1 to {max_rows} rows, got {rows}")
-    if len(positions) != rows or len(row_seq) != rows:
-        raise ValueError(f"{rows} tokens, but {len(positions)} positions and {len(row_seq)} sequence numbers")
-    if len(logit_rows) > max_rows:
-        raise ValueError(f"a pass gives at most {max_rows} rows of logits, got {len(logit_rows)}")
-    bounds = {"tokens": vocab, "positions": context, "row_seq": len(page_offsets) - 1, "logit_rows": rows}
-    for name, bound in bounds.items():
-        values = named[name]
-        if len(values) and not 0 <= values.min() <= values.max() < bound:
-            raise ValueError(f"{name} must lie in 0..{bound - 1}, got {values.min()}..{values.max()}")
-    if page_offsets[0] < 0 or (np.diff(page_offsets) < 0).any():
-        raise ValueError("page_offsets must ascend from 0 or more")
-    held = np.diff(page_offsets)[row_seq]
-    if (positions // page_tokens >= held).any():
-        row = int(np.argmax(positions // page_tokens >= held))
-        raise ValueError(f"row {row} is at position {positions[row]}, its sequence has {held[row]} pages")
 
 
 def _spans(

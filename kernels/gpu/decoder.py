@@ -54,19 +54,20 @@ class GpuLayer:
     def load(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> GpuLayer:
         """A layer of a prepared model. Norms and biases stay fp32 where the products are ours."""
 
-        def vector(values: Floats | None) -> Tensor | None:
-            return None if values is None else torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
         def needed(values: Floats) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
-        has_norms = layer.q_norm is not None and layer.k_norm is not None
+        def vector(values: Floats | None) -> Tensor | None:
+            return None if values is None else needed(values)
+
+        qk_norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk_norms = needed(layer.q_norm), needed(layer.k_norm)
         return GpuLayer(
             needed(layer.attn_norm), to_card(layer.qkv, device, dtype), to_card(layer.o, device, dtype),
             needed(layer.mlp_norm), to_card(layer.gate_up, device, dtype), to_card(layer.down, device, dtype),
-            vector(layer.qkv_bias),
-            (needed(layer.q_norm), needed(layer.k_norm)) if has_norms else None,  # type: ignore[arg-type]
-            vector(layer.o_bias), vector(layer.gate_up_bias), vector(layer.down_bias),
+            vector(layer.qkv_bias), qk_norms, vector(layer.o_bias), vector(layer.gate_up_bias),
+            vector(layer.down_bias),
         )  # fmt: skip
 
     @property

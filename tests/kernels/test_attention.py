@@ -21,11 +21,12 @@ from tierd.kernels.cpu.attention import (
     scratch_bytes,
     sums_bytes,
 )
-from tierd.kernels.cpu.batch import Batch, cut_attention
+from tierd.kernels.cpu.batch import cut_attention
 from tierd.kernels.cpu.forward import JOB
 from tierd.kernels.cpu.pages import page_values
 from tierd.kernels.cpu.team import PHASE_WORDS
 from tierd.kernels.layout import PAGE_FORMATS, PageLayout
+from tierd.kernels.rows import Batch
 
 BOUND = 1e-5
 LAYERS, LAYER = 2, 1  # the layer tested is not the first, so that offsets count

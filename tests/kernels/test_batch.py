@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.kernels.cpu.batch import Addresses, Batch, check_batch, cut_attention
+from tierd.kernels.cpu.batch import Addresses, cut_attention
+from tierd.kernels.rows import Batch, check_batch
 
 SEGMENT, SEGMENT_PAGES = 256, 16
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import MemoryStore
 from tests.tiers.pages import open_store
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import StoreError
 from tierd.tiers.pager import Pager
 from tierd.tiers.store import Store

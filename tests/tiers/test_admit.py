@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from tests.tiers.fakes import PAGE_TOKENS, RECORD_BYTES, MemoryStore, Rig
+from tests.tiers.fakes import PAGE_TOKENS, RECORD_BYTES, Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.budget import WriteBudget
 
 A = list(range(1, 13))  # three pages

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.tiers.fakes import FAR_S, MemoryStore, Rig, stored
+from tests.tiers.fakes import FAR_S, Rig, stored
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.arena import SlotState
 from tierd.tiers.keys import pack_tokens, root_key
 from tierd.tiers.lease import Lease

@@ -10,7 +10,8 @@ import pytest
 
 from tests.counts import counted
 from tests.tiers.fake_gpu import FakeGpu, bytes_at, put
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import Rig, live_at_random
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.cuda_copies import CudaCopies
 from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock, pinned_array
 from tierd.tiers.gpu import DeviceRow, HostRow, Stream
@@ -170,21 +171,7 @@ def test_a_pager_whose_device_is_a_card(seed: int) -> None:
     )
     blocks[0].wait(10)
     rng = random.Random(seed)
-    prompts = [[rng.randint(1, 2) for _ in range(rng.randint(4, 16))] for _ in range(10)]
-    for _ in range(counted(60, 20)):
-        first, second = rng.choice(prompts), rng.choice(prompts)
-        lease = rig.start(first)
-        cached = lease.num_tokens
-        rig.expect(lease, first[:cached])
-        if len(first) + len(second) < 20:
-            rig.serve(second)
-        rig.grow(lease, first, cached)
-        rig.expect(lease, first)
-        rig.pager.release(lease, first)
-        rig.now_s += 0.05
-        rig.poll()
-        rig.check()
-    rig.settle()
+    live_at_random(rig, rng, counted(60, 20))
     assert rig.pager.writeback.written_pages and rig.pager.promoter.loader.loaded_pages
     rig.check()
     rig.close()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import StoreFull
 
 A = list(range(1, 13))

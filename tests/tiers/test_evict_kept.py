@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.page import Tier
 from tierd.tiers.prefix import Node

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiers.fakes import ManualMover, MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers.arena import SlotState
 from tierd.tiers.errors import StoreFull, TierFull
 from tierd.tiers.lease import Lease

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers import journal
 from tierd.tiers.journal import Journal, What
 from tierd.tiers.keys import pack_tokens, page_key, root_key

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers import keeps as keeps_module
 from tierd.tiers.errors import PrefixUnknown
 from tierd.tiers.keeps import MAX_KEEPS, MAX_TTL_S, Keeps

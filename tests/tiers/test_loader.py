@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.tiers.fakes import FAR_S, MemoryStore, Rig
+from tests.tiers.fakes import FAR_S, Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.links import Link
 from tierd.tiers.loader import PAGES_PER_JOB

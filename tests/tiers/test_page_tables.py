@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.tiers.fakes import FAR_S, MemoryStore, Rig, damaged, stored
+from tests.tiers.fakes import FAR_S, Rig, damaged, stored
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import LostReason, PageLost, StagingLost
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey

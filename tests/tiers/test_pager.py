@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.tiers.fakes import FAR_S, PAGE_TOKENS, RECORD_BYTES, ROOT, ManualMover, MemoryStore, Rig
+from tests.tiers.fakes import FAR_S, PAGE_TOKENS, RECORD_BYTES, ROOT, Rig
+from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers import commit, prefix
 from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.errors import TierFull

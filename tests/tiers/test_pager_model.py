@@ -19,8 +19,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.tiers.fakes import PAGE_TOKENS, MemoryStore, Rig, token_bytes
+from tests.tiers.fakes import PAGE_TOKENS, Rig, token_bytes
 from tests.tiers.profiles import big, small
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import LostReason, PageLost, StoreFull, TierFull
 from tierd.tiers.lease import Lease, LeaseState
 from tierd.tiers.page import PageKey

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import MemoryStore, Rig, delayed_copy, open_store
+from tests.tiers.fakes import Rig, delayed_copy, live_at_random, open_store
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey
@@ -239,21 +240,7 @@ def test_no_reader_sees_a_copy_that_has_not_arrived(seed: int) -> None:
 
     store.before_read = ruin
     rig = Rig(device=6, host=4, store=store, mover=Mover(3, copy=delayed_copy(seed)))
-    prompts = [[rng.randint(1, 2) for _ in range(rng.randint(4, 16))] for _ in range(10)]
-    for _ in range(60):
-        first, second = rng.choice(prompts), rng.choice(prompts)
-        lease = rig.start(first)
-        cached = lease.num_tokens
-        rig.expect(lease, first[:cached])
-        if len(first) + len(second) < 20:
-            rig.serve(second)
-        rig.grow(lease, first, cached)
-        rig.expect(lease, first)
-        rig.pager.release(lease, first)
-        rig.now_s += 0.05
-        rig.poll()
-        rig.check()
-    rig.settle()
+    live_at_random(rig, rng, 60)
     rig.check()
     rig.close()
 

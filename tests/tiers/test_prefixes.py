@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.budget import WriteBudget
 from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
 from tierd.tiers.journal import What

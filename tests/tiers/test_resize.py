@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tests.tiers.fakes import MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.arena import SlotState
 from tierd.tiers.errors import TierFull
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.tiers.fakes import PAGE_TOKENS, ROOT, MemoryStore, Rig
+from tests.tiers.fakes import PAGE_TOKENS, ROOT, Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.keys import pack_tokens
 
 DEVICE, HOST = 128, 64

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tests.tiers.fakes import PAGE_TOKENS, MemoryStore, Rig
+from tests.tiers.fakes import PAGE_TOKENS, Rig
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.keys import salted_root
 from tierd.tiers.shares import MAX_ROOTS
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tiers.fakes import ManualMover
 from tests.tiers.faults import HookedIO
 from tests.tiers.pages import key, meta, open_store, record
+from tests.tiers.stand_ins import ManualMover
 from tierd.tiers.errors import StagingLost
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Disturbance, Job, JobClass, Mover

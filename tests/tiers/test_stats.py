@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tests.tiers.fakes import FAR_S, MemoryStore, Rig, lost_key, stored
+from tests.tiers.fakes import FAR_S, Rig, lost_key, stored
+from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.stats import TierStats
 
 A = list(range(1, 13))

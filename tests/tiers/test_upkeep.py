@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import ROOT, ManualMover, MemoryStore, Rig, open_store
+from tests.tiers.fakes import ROOT, Rig, open_store
+from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers import memory, upkeep
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.keys import pack_tokens, page_key

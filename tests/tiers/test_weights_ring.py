@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.tiers.fakes import ManualMover
 from tests.tiers.faults import HookedIO
+from tests.tiers.stand_ins import ManualMover
 from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import Disturbance, Mover
 from tierd.tiers.weights_file import Span, WeightFile

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.tiers.fakes import ManualMover, MemoryStore, Rig
+from tests.tiers.fakes import Rig
+from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers import writeback
 from tierd.tiers.errors import StoreFull
 from tierd.tiers.page import PageKey

@@ -54,11 +54,14 @@ class Counts(NamedTuple):
     answer: int
 
 
-class OpenAI:
-    """As the openai package and those who use it: calls in the message, arguments as text."""
+class Chat:
+    """A conversation as messages, the system prompt among them; tools as functions."""
 
-    path = "/v1/chat/completions"
-    system = f"You {SYSTEM}"  # another one in each dialect: their conversations share nothing
+    system: str
+    tools = [
+        {"type": "function", "function": {"name": name, "description": what, "parameters": CITY}}
+        for name, what in TOOLS
+    ]  # fmt: skip
 
     def __init__(self) -> None:
         self.history: list[Body] = [{"role": "system", "content": self.system}]
@@ -66,12 +69,15 @@ class OpenAI:
     def ask(self, text: str) -> None:
         self.history.append({"role": "user", "content": text})
 
+
+class OpenAI(Chat):
+    """As the openai package and those who use it: calls in the message, arguments as text."""
+
+    path = "/v1/chat/completions"
+    system = f"You {SYSTEM}"  # another one in each dialect: their conversations share nothing
+
     def body(self, seed: int, *, must_call: bool) -> Body:
-        tools = [
-            {"type": "function", "function": {"name": name, "description": what, "parameters": CITY}}
-            for name, what in TOOLS
-        ]
-        return {"messages": self.history, "tools": tools, "tool_choice": "required" if must_call else "auto",
+        return {"messages": self.history, "tools": self.tools, "tool_choice": "required" if must_call else "auto",
                 "max_tokens": TOKENS, "temperature": 1.0, "seed": seed, "parallel_tool_calls": False}  # fmt: skip
 
     def take(self, answer: Body) -> tuple[Counts, int]:
@@ -161,25 +167,15 @@ class Anthropic:
             self.history.append({"role": "user", "content": [block]})
 
 
-class Ollama:
+class Ollama(Chat):
     """As Ollama's own clients: arguments as objects, calls without ids. Nothing here can demand a call."""
 
     path = "/api/chat"
     system = f"I {SYSTEM}"
 
-    def __init__(self) -> None:
-        self.history: list[Body] = [{"role": "system", "content": self.system}]
-
-    def ask(self, text: str) -> None:
-        self.history.append({"role": "user", "content": text})
-
     def body(self, seed: int, *, must_call: bool) -> Body:
-        tools = [
-            {"type": "function", "function": {"name": name, "description": what, "parameters": CITY}}
-            for name, what in TOOLS
-        ]
         options = {"num_predict": TOKENS, "temperature": 1.0, "seed": seed}
-        return {"messages": self.history, "tools": tools, "stream": False, "options": options}
+        return {"messages": self.history, "tools": self.tools, "stream": False, "options": options}
 
     def take(self, answer: Body) -> tuple[Counts, int]:
         message = answer["message"]

@@ -6,7 +6,8 @@ from typing import Any
 
 from tests.daemon.engine.fakes import PAGE, RECORD, VOCAB, FakeDecoder, StagedPages
 from tests.daemon.engine.vocabularies import byte_level
-from tests.tiers.fakes import ROOT, ManualMover, MemoryStore
+from tests.tiers.fakes import ROOT
+from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Limits

@@ -6,7 +6,7 @@ import pytest
 
 from tests.daemon.engine.fakes import PAGE, expected
 from tests.daemon.engine.rig import Rig
-from tests.tiers.fakes import ManualMover
+from tests.tiers.stand_ins import ManualMover
 from tierd.daemon.engine import fetch
 from tierd.daemon.engine.loading import GRACE_S
 from tierd.daemon.engine.scheduler import Phase

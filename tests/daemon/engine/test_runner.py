@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.daemon.engine.fakes import PAGE, RECORD, FakeDecoder, StagedPages, expected
-from tests.tiers.fakes import MemoryStore
+from tests.tiers.stand_ins import MemoryStore
 from tierd.daemon.engine.batch import Batch, Rows, build
 from tierd.daemon.engine.runner import Runner
 from tierd.kernels.layout import PageLayout

@@ -70,7 +70,7 @@ def test_every_row_reads_and_writes_its_own_pages(spans: list[tuple[int, int]], 
         ({"row_seq": ints([0, 0, 2])}, "row_seq must lie in 0..1"),
         ({"logit_rows": ints([3])}, "logit_rows must lie in 0..2"),
         ({"page_offsets": ints([0, 2, 1])}, "must ascend"),
-        ({"tokens": np.zeros(3, np.int64)}, "tokens must be an int32 vector"),
+        ({"tokens": np.zeros(3, np.int64)}, "tokens must be a contiguous int32 vector"),
         ({"tokens": ints([1, 2])}, "2 tokens, but 3 positions"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierd.kernels.gpu.batch import Addresses, Arranged, Ints, arrange, check_addresses, range_of
+from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, range_of
 from tierd.kernels.gpu.decode import plan_decode
 from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
@@ -26,6 +26,7 @@ from tierd.kernels.gpu.products import Matrix, matrix_bytes, product_plan, rows_
 from tierd.kernels.gpu.sample import plan_sample
 from tierd.kernels.gpu.write import plan_write
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Ints
 
 if TYPE_CHECKING:
     from tierd.kernels.cpu.step import DecoderShape, LayerWeights

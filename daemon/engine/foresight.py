@@ -22,6 +22,7 @@ from tierd.daemon.plan.planner import Outcome
 from tierd.daemon.plan.shape import shape_from_spec
 from tierd.daemon.plan.subject import Subject
 from tierd.daemon.plan.weights import prepared_bytes
+from tierd.daemon.units import counted
 
 MIN_TOKENS = 8  # of an answer, before its rate says anything
 MIN_ROWS = 32  # of a prompt that were computed, before their rate does
@@ -121,7 +122,7 @@ class Foresight:
         if decode is None or first is None:
             return [], "there is no plan: the model does not fit what `tierd plan` may take of this machine"
         running = decode.outcome.streams
-        streams = f"{running} stream{'s' * (running != 1)}"
+        streams = counted(running, "stream")
         rate = seen.decode_tokens_per_s if seen.streams == running else None
         ttft_s = first.outcome.ttft_s
         found = [

@@ -130,6 +130,7 @@ class Metrics:
 # Family -> kind, what it is, where it stands in an engine's status.
 _OF_ENGINES = {
     "tierd_engine_steps_total": ("counter", "Steps computed.", "steps"),
+    "tierd_engine_dropped_steps_total": ("counter", "Steps dropped for somebody new.", "dropped_steps"),
     "tierd_engine_running": ("gauge", "Requests that hold pages.", "running"),
     "tierd_engine_waiting": ("gauge", "Requests that wait.", "waiting"),
     "tierd_engine_preemptions_total": ("counter", "Requests that had to give their pages back.", "preemptions"),

@@ -3,13 +3,18 @@ told when none are on their way."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tierd.daemon.engine import loading
 from tierd.daemon.engine.loading import Choice, Progress
 from tierd.daemon.engine.request import Request
+from tierd.daemon.engine.scheduler import Phase
 from tierd.daemon.errors import EngineFailed, OutOfSpace, TierdError
 from tierd.tiers.lease import Lease
 from tierd.tiers.links import Link
 from tierd.tiers.pager import Pager
+
+JOIN_S = 0.02  # a copy in memory takes a millisecond
 
 
 def may_compute(pager: Pager, request: Request, lease: Lease, now_s: float) -> bool:
@@ -22,6 +27,18 @@ def may_compute(pager: Pager, request: Request, lease: Lease, now_s: float) -> b
     if choice is Choice.COMPUTE:
         pager.promoter.stop_loading(lease)
     return choice is not Choice.WAIT
+
+
+def is_joining(requests: Collection[Request], now_s: float) -> bool:
+    """Whether one that was let in just now lacks nothing but the copy of a tail, and no answer goes on meanwhile: a step
+    of others would take longer than that."""
+    return all(request.phase is not Phase.DECODE for request in requests) and any(
+        request.phase is Phase.FETCHING
+        and now_s - request.fetched_s < JOIN_S
+        and request.lease is not None
+        and not request.lease.absent
+        for request in requests
+    )
 
 
 def progress(pager: Pager, request: Request, lease: Lease, now_s: float) -> Progress:

@@ -65,6 +65,7 @@ class Totals:
     drafted_tokens: int = 0  # computed
     right_drafts: int = 0  # of those, drawn
     lost_steps: int = 0  # void, because streamed pages could not be read
+    dropped_steps: int = 0  # void, because somebody new was not to wait for them
     pace: Pace = field(default_factory=Pace)
 
 

@@ -30,6 +30,10 @@ SECTION_TIMEOUT_S = 30.0
 WEIGHTS_TIMEOUT_S = 60.0
 
 
+class GaveWay(Exception):
+    """A pass was dropped between two layers, for somebody who waits: it counts for nothing."""
+
+
 class Decoder(Protocol):
     """What the runner needs of `kernels.cpu.step.CpuDecoder`."""
 
@@ -130,19 +134,24 @@ class Runner:
         self._overlap = overlap
         self._clock = clock
 
-    def run(self, batch: Batch, streamed: Sequence[PageKey] = ()) -> Logits:
+    def run(
+        self, batch: Batch, streamed: Sequence[PageKey] = (), gives_way: Callable[[], bool] | None = None
+    ) -> Logits:
         """Compute all rows, write their keys and values into their pages; logits `[L, vocab]`.
 
-        `streamed` names the pages of the batch whose address is 0, in order. Raises StagingLost when some of them
-        could not be read, WeightsLost when some weights could not: then the step counts for nothing.
+        `streamed` names the pages of the batch whose address is 0, in order. `gives_way` is asked before each layer of a
+        pass for which everything is in memory: True drops it. Raises GaveWay then, StagingLost when some pages could
+        not be read, WeightsLost when some weights could not: each time the step counts for nothing.
         """
         weights = self.weights
-        if streamed or (weights is not None and weights.streams):
+        if streamed or self.reads_weights:
             with contextlib.ExitStack() as stack:
                 pages = self._open(stack, batch, streamed)
                 if weights is None or not weights.streams:
                     return self._run_layers(batch, pages)
                 return self._run_weights(batch, pages, weights)
+        if gives_way is not None:
+            return self._run_layers(batch, _Pages(self._memories, batch.pages), gives_way)
         return self._decoder.forward(
             self._memories,
             batch.tokens,
@@ -156,6 +165,11 @@ class Runner:
     def hidden(self, rows: Ints) -> Hidden:
         """Hidden states `[len(rows), hidden]` of rows of the batch that was run last, after the final norm."""
         return self._decoder.hidden(rows)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether each step reads weights."""
+        return self.weights is not None and self.weights.streams
 
     @property
     def streaming(self) -> dict[str, int | float]:
@@ -180,11 +194,13 @@ class Runner:
         places = np.flatnonzero(batch.pages == 0)
         return _StreamedPages((*self._memories, *flow.memories), batch.pages.copy(), flow, numbers, places)
 
-    def _run_layers(self, batch: Batch, pages: _Pages) -> Logits:
+    def _run_layers(self, batch: Batch, pages: _Pages, gives_way: Callable[[], bool] = lambda: False) -> Logits:
         """The step layer by layer: pages that are streamed for one are read while those before it are computed."""
         decoder = self._decoder
         decoder.start(batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
         for layer in range(self._layout.num_layers):
+            if gives_way():
+                raise GaveWay
             decoder.layer(layer, pages.memories, pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S))
         return decoder.finish()
 

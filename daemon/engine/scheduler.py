@@ -1,10 +1,11 @@
 """What the next step does. Pure: a snapshot goes in, a plan comes out; no clock, no threads, no arrays.
 
 - Every decoding stream gets its one row in every step (continuous batching).
-- Prompt rows fill the rest. With nobody decoding that is the whole row budget; otherwise as many as keep the step near
+- Prompt rows fill the rest. With nobody decoding they keep the step near `Limits.prompt_step_s`: whoever comes next
+  does not wait for longer, and more rows would hardly be faster. Otherwise as many as keep the step near
   `Limits.target_step_s` or twice a decode step, whichever is longer, by measured rates. So a long prompt slows running
   streams at most by that much and never stops them.
-- Among prompts the oldest has half of the rows for sure (nothing starves it) and the shortest have the other half (a
+- Among prompts the oldest has a third of the rows for sure (nothing starves it) and the shortest have the others (a
   long one does not make short ones wait). A step in which a short prompt can end is a short step.
 - Of prompts that go on with the same pages the first in rank computes them, and the others wait for that and give it
   their rows (`sharing`). Its chunk ends where the first of them goes another way.
@@ -25,7 +26,10 @@ from dataclasses import dataclass, replace
 
 MIN_PREFILL_ROWS = 4  # even on a slow machine two for the oldest and two for the shortest
 UNMEASURED_PREFILL_ROWS = 16
-SHARED_PREFILL_ROWS = 128  # measured: 93% of the speed of 512 rows, in a quarter of the time
+SHARED_PREFILL_ROWS = 128  # where nobody decodes, as long as nothing is measured
+MIN_PROMPT_ROWS = 48  # where nobody decodes: measured, 90% of the speed of any more (8 rows: 60%)
+MIN_ENDING_ROWS = 8  # in a step that ends a short prompt
+OLDEST_SHARE = 3  # one row of so many is for the oldest prompt, whatever the others need
 SMOOTHING = 0.2  # weight of the newest step in the measured rates
 PATIENCE_S = 10.0  # later requests may pass one that waits for pages this long, then no more
 
@@ -51,6 +55,7 @@ class Limits:
     max_streams: int
     page_tokens: int
     target_step_s: float = 0.05  # 20 tokens a second and stream: faster than anybody reads
+    prompt_step_s: float = 0.3  # of a step in which nobody decodes
 
     def __post_init__(self) -> None:
         if self.max_streams < 1 or self.page_tokens < 1:
@@ -121,6 +126,7 @@ class Snapshot:
     free_pages: int  # of memory, without touching those of live requests
     device_pages: int  # that can be written to, if need be after those of live requests have spilled
     rates: Rates = Rates()
+    reads_weights: bool = False  # a step takes as long for one row as for many
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,8 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
     prefilling = [stream for stream in streams if stream.phase is Phase.PREFILL]
     soon = prefilling + [stream for stream in streams if stream.phase is Phase.FETCHING]
     left = limits.max_rows - sum(stream.width for stream in decoding)
-    budget = min(prefill_rows(limits, snapshot.rates, len(decoding), soon), left)
+    rates, any_rows = snapshot.rates, snapshot.reads_weights
+    budget = min(prefill_rows(limits, rates, len(decoding), soon, any_rows), left)
     rows = {stream.id: 1 for stream in decoding} | share(budget, prefilling)
     drafts = 0 if prefilling else left  # rows of prompts are sure to be of use
 
@@ -203,14 +210,24 @@ def _decoding(streams: Iterable[Stream], limits: Limits) -> list[Stream]:
     return found
 
 
-def prefill_rows(limits: Limits, rates: Rates, decoding: int, prefilling: Iterable[Stream] = ()) -> int:
-    """Prompt rows a step may hold beside `decoding` streams. `prefilling`: who needs some, now or soon."""
+def prefill_rows(
+    limits: Limits, rates: Rates, decoding: int, prefilling: Iterable[Stream] = (), any_rows: bool = False
+) -> int:
+    """Prompt rows a step may hold beside `decoding` streams. `prefilling`: who needs some, now or soon. `any_rows`: a
+    step takes about as long for any number of them."""
     if not decoding:
+        rows = limits.max_rows
+        if not any_rows:
+            rows = SHARED_PREFILL_ROWS
+            if rates.row_s:
+                rows = int(min(limits.prompt_step_s / rates.row_s, limits.max_rows))
+            rows = min(max(rows, MIN_PROMPT_ROWS), limits.max_rows)
         remaining = [stream.remaining for stream in prefilling]
         if len(remaining) < 2:
-            return limits.max_rows
-        # The half that the shortest gets is enough to end it, and what else is in the step does not hold it up long.
-        return min(max(2 * min(remaining), SHARED_PREFILL_ROWS), limits.max_rows)
+            return rows
+        # What the shortest gets is enough to end it, and what else is in the step does not hold it up long.
+        shortest = min(remaining)
+        return min(max(shortest + -(-shortest // (OLDEST_SHARE - 1)), MIN_ENDING_ROWS), rows)
     if not (rates.row_s and rates.decode_s):
         return UNMEASURED_PREFILL_ROWS
     spare_s = max(2.0 * rates.decode_s, limits.target_step_s) - rates.decode_s
@@ -218,7 +235,7 @@ def prefill_rows(limits: Limits, rates: Rates, decoding: int, prefilling: Iterab
 
 
 def share(budget: int, prefilling: Iterable[Stream]) -> dict[int, int]:
-    """Rows by stream id: half for the first in rank, the rest to the shortest first, or to whom that one waits for."""
+    """Rows by stream id: a part for the first in rank, the rest to the shortest, or to whom that one waits for."""
     by_rank = sorted(prefilling, key=lambda stream: stream.rank)
     rows: dict[int, int] = {}
     if not by_rank or budget <= 0:
@@ -230,7 +247,7 @@ def share(budget: int, prefilling: Iterable[Stream]) -> dict[int, int]:
             until = stream.shared_until - starts[stream.leader]
             most[stream.leader] = min(most[stream.leader], until)
     oldest = by_rank[0]  # it waits for nobody
-    rows[oldest.id] = min(most[oldest.id], -(-budget // 2))
+    rows[oldest.id] = min(most[oldest.id], -(-budget // OLDEST_SHARE))
     left = budget - rows[oldest.id]
     for stream in sorted(by_rank, key=lambda stream: (stream.remaining, stream.rank)):
         worker = stream.id if stream.leader is None else stream.leader

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tierd.daemon.engine.request import Request
-from tierd.daemon.engine.scheduler import SHARED_PREFILL_ROWS, Limits, Phase, Stream
+from tierd.daemon.engine.scheduler import Limits, Phase, Stream
 from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
 
@@ -95,26 +95,14 @@ def _shared(request: Request, pager: Pager, leaders: Mapping[PageKey, Request]) 
 
 
 def _waiting(group: list[Request], page_tokens: int) -> dict[int, Following]:
-    """Those of a group, which all need the same page next, for whom waiting is sooner, or as soon and cheaper."""
+    """All of a group, which need the same page next, but the first.
+
+    None has its token later for that: apart, it would get two rows of three in each step; together, the shared rows come
+    first, alone, and then there are fewer rows of its own to share a step with.
+    """
     leader, *others = sorted(group, key=lambda request: request.rank)
     found: dict[int, Following] = {}
     for request in others:
-        start = request.computed // page_tokens
-        until = common_pages(request.keys, leader.keys, start) * page_tokens
-        shared = until - request.computed
-        beyond = len(leader.tokens) - until
-        if worth_waiting(len(request.tokens) - request.computed, shared, len(group), beyond):
-            found[request.id] = Following(leader.id, until)
+        until = common_pages(request.keys, leader.keys, request.computed // page_tokens) * page_tokens
+        found[request.id] = Following(leader.id, until)
     return found
-
-
-def worth_waiting(rows: int, shared: int, group: int, beyond: int) -> bool:
-    """Whether one of `group` requests with `rows` left has its token no later when it waits for the `shared` first.
-
-    Counted in rows that are computed until then. Apart, it gets half of each step, and the group waits for one another.
-    Together, the shared rows come first, alone. In both cases its last step has up to `SHARED_PREFILL_ROWS`, of those
-    that the leader has `beyond` what they share.
-    """
-    share, own = max(2.0, group / 2), rows - shared
-    apart = max(share * rows, min(rows + shared + beyond, SHARED_PREFILL_ROWS))
-    return shared + max(share * own, min(own + beyond, SHARED_PREFILL_ROWS)) <= apart

@@ -29,6 +29,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     fetching: int  # of the running ones, those whose pages are on the way
     requests: int  # since the start, and so are the counters below
     steps: int
+    dropped_steps: int  # void, for somebody new who was not to wait for them
     step_ms: float  # mean of the last window
     step: dict[str, float]  # that is computed at this moment: see `Pace.current`
     tokens_in: int  # prompt tokens of accepted requests
@@ -128,6 +129,7 @@ class StatusBoard:
             fetching=streams.count(Phase.FETCHING),
             requests=totals.requests,
             steps=totals.steps,
+            dropped_steps=totals.dropped_steps,
             step_ms=round(1000.0 * busy_s / steps, 3) if steps else 0.0,
             step={},
             tokens_in=totals.prompt_tokens,

@@ -80,6 +80,7 @@ class StepLoop:
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()  # bounded by the requests that live: the io side asks for no others
         self._flushes: list[_Flush] = []  # bounded by the inbox
+        self._arrived = self._taken = 0  # requests of the foreground, put into the inbox and taken out
         self._closed = False
         self._stopping = False
         self._failures = 0
@@ -151,6 +152,8 @@ class StepLoop:
                 self._inbox.put_nowait(item)
             except queue.Full:
                 raise TooBusy("the engine's queue is full", hint="try again in a moment") from None
+            if isinstance(item, Request) and item.priority <= 0:
+                self._arrived += 1
 
     # -- the loop's own thread -------------------------------------------------------------------------------------
 
@@ -179,7 +182,7 @@ class StepLoop:
         """One turn; a failure ends the running requests, the last one in a row ends the loop."""
         steps = self._streams.totals.steps
         try:
-            worked = self._streams.turn()
+            worked = self._streams.turn(lambda: self._arrived > self._taken)
         except WeightsLost as lost:
             # A fresh process would read the same disk: this one goes on, and the next request tries again.
             log.error("a step could not be computed: %s", lost)
@@ -237,6 +240,7 @@ class StepLoop:
     def _accept(self, item: Request | Call | None) -> None:
         match item:
             case Request():
+                self._taken += item.priority <= 0
                 self._streams.add(item)
             case Call():
                 _answer(item)

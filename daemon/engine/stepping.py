@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tierd.daemon.engine import batch, scheduler
 from tierd.daemon.engine.request import Finish, Request, Totals
-from tierd.daemon.engine.runner import Runner
+from tierd.daemon.engine.runner import GaveWay, Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates
 from tierd.daemon.engine.speculate import Speculator
 from tierd.tiers.errors import StagingLost
@@ -74,6 +74,7 @@ class Steps:
         self._totals = totals
         self._estimator = CostEstimator()
         self._lost_steps = 0  # in a row
+        self._gave_way = False  # the last step
         self.rates = Rates()
 
     def draft(self, requests: Collection[Request]) -> None:
@@ -114,8 +115,9 @@ class Steps:
             parts.append(replace(part, streamed=tables.streamed(lease, part.pages)))
         return replace(item, parts=parts)
 
-    def run(self, work: list[Work]) -> list[Logits] | None:
-        """Computes all rows; for each chunk the logits that it wants. None: streamed pages were lost, nothing counts.
+    def run(self, work: list[Work], awaited: Callable[[], bool]) -> list[Logits] | None:
+        """Computes all rows; for each chunk the logits that it wants. None: streamed pages were lost, or the step gave
+        way to somebody who is `awaited`: it counts for nothing.
 
         Raises whatever the computation raises.
         """
@@ -127,14 +129,27 @@ class Steps:
         streamed = [key for part in parts for key in part.streamed]
         try:
             with self._totals.pace.step(sum(item.rows for item in work), self._clock):
-                logits = self._runner.run(batch.build(rows, self._limits.page_tokens), streamed)
+                built = batch.build(rows, self._limits.page_tokens)
+                logits = self._runner.run(built, streamed, awaited if self._may_give_way(work) else None)
         except StagingLost as lost:
             self._lose(lost)
             return None
+        except GaveWay:
+            self._gave_way = True
+            self._totals.dropped_steps += 1
+            return None
+        self._gave_way = False
         self._pool(work)
         self._measure(work, started_s, self._clock(), bool(streamed))
         ends = np.cumsum([sum(part.wanted for part in item.parts) for item in work])
         return np.split(logits, ends[:-1])
+
+    def _may_give_way(self, work: list[Work]) -> bool:
+        """Whether this step is one for which a newcomer would wait for long: prompts alone. Never two in a row, so that
+        newcomers take no more than half of what is computed."""
+        return not self._gave_way and not any(item.decodes for item in work) and sum(
+            item.rows for item in work
+        ) >= scheduler.MIN_PROMPT_ROWS
 
     def _pool(self, work: list[Work]) -> None:
         """Hand the states of the rows that were just computed to the vectors that are made of them."""

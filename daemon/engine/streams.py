@@ -129,7 +129,7 @@ class Streams:
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
-    def turn(self) -> bool:
+    def turn(self, awaited: Callable[[], bool] = lambda: False) -> bool:
         """One step. True when another turn should follow at once; else what moves pages wakes the loop, or time does.
 
         What goes wrong with one request ends that one. An exception comes out when the computation itself or the
@@ -149,12 +149,14 @@ class Streams:
         if plan.admit or plan.preempt:
             # Who was just let in takes part in this very step: it must not wait for 512 rows of somebody else.
             chunks = scheduler.plan(self._snapshot(now_s), self._limits).chunks
+        if fetch.is_joining(self._requests.values(), now_s):
+            return moved  # the mover wakes the loop
         for request in self._requests.values():
             if request.lease is not None and request.id not in self._following:
                 self._accept(request, request.lease)
         work = self._gather(chunks)
         if work:
-            self._compute(work)
+            self._compute(work, awaited)
         self._outbox.due(self._requests.values(), self._clock())
         self._unstick(self._clock(), bool(work), moved)  # the step itself may have taken long
         # Not for whoever was let in and can't compute yet: it waits for pages.
@@ -162,7 +164,8 @@ class Streams:
 
     def _snapshot(self, now_s: float) -> Snapshot:
         streams, self._following = sharing.look(self._requests.values(), self._pager, self._limits, now_s)
-        return Snapshot(streams, self._pager.memory_pages, self._pager.writable_pages, self.rates)
+        pager, reads_weights = self._pager, self._runner.reads_weights
+        return Snapshot(streams, pager.memory_pages, pager.writable_pages, self.rates, reads_weights)
 
     def _admit(self, request: Request, now_s: float) -> None:
         """Pin what is known of its tokens and start moving it to memory."""
@@ -290,9 +293,9 @@ class Streams:
             # Not preempted: it would come back and wait for the same pages.
             self.fail(last, fetch.stuck(self._pager, last.computed + 1))
 
-    def _compute(self, work: list[Work]) -> None:
+    def _compute(self, work: list[Work], awaited: Callable[[], bool]) -> None:
         """Run the rows, then draw, commit and tell for each stream on its own."""
-        found = self._steps.run(work)
+        found = self._steps.run(work, awaited)
         if found is None:
             return
         now_s = self._clock()

@@ -70,12 +70,12 @@ class Tierd:
     def _start(self) -> None:
         start = [*self._command, "start", "--model", MODEL]
         subprocess.run(start, env=self._env, check=True, stdout=subprocess.DEVNULL)
-        self._socket = Path(self._env["XDG_RUNTIME_DIR"]) / "tierd" / "tierd.sock"
+        self.socket = Path(self._env["XDG_RUNTIME_DIR"]) / "tierd" / "tierd.sock"
 
     def _generate(self, tokens: list[int], count: int) -> tuple[float, float, int]:
         """Time to the first token, time of the last, tokens received."""
         sampling = Sampling(temperature=0.0, max_tokens=count, ignore_eos=True)
-        with Client(self._socket) as client:
+        with Client(self.socket) as client:
             begun, first, received = time.perf_counter(), 0.0, 0
             for event in client.generate(Submit(model=MODEL, tokens=tuple(tokens), sampling=sampling)):
                 if event.ev == "text":

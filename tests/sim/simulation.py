@@ -29,6 +29,7 @@ TURN_S = 5e-5  # what a turn takes beside computing
 NAP_S = 0.5
 STUCK_DISK_S = 10.0  # while one transfer takes longer, the engine may give a request up
 CHECK_CHANCE = 0.04  # of a turn: `check` reads all books
+NEWCOMER_CHANCE = 0.02  # before a layer of a long step
 
 
 class Wrong(AssertionError):
@@ -188,17 +189,21 @@ class Simulation(Operated):
                 time_s, _, action = heapq.heappop(self._actions)
                 self._note(getattr(action, "__name__", "client"))
                 action()
-            steps = self.engine.streams.totals.steps
+            steps = self._computed()
             worked = self._turn()
-            idle = 0 if self.engine.streams.totals.steps > steps else idle + 1
+            idle = 0 if self._computed() > steps else idle + 1
             if not worked or idle > MAX_IDLE_TURNS:
                 self._nap()
+
+    def _computed(self) -> int:
+        totals = self.engine.streams.totals
+        return totals.steps + totals.dropped_steps
 
     def _turn(self) -> bool:
         """One turn of the step loop, with its answer to a step that fails."""
         streams, injected = self.engine.streams, self.engine.decoder.fail_with
         try:
-            worked = streams.turn()
+            worked = streams.turn(lambda: self.rng.random() < NEWCOMER_CHANCE)
         except MemoryError:
             if injected is None:
                 raise

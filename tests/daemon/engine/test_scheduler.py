@@ -36,17 +36,27 @@ def test_decoding_streams_get_one_row_each() -> None:
     ]
 
 
-def test_a_prompt_alone_gets_the_whole_budget() -> None:
-    plan = planned(stream(1, Phase.PREFILL, 100))
-    assert [(chunk.count, chunk.sample) for chunk in plan.chunks] == [(64, False)]
+def test_prompts_get_rows_for_a_step_of_the_length_that_others_can_wait() -> None:
+    limits, alone = Limits(max_rows=512, max_streams=4, page_tokens=4), stream(1, Phase.PREFILL, 5000)
+
+    def rows(row_s: float, reads_weights: bool = False) -> list[int]:
+        snapshot = Snapshot((alone,), 4000, 4000, Rates(0.0, row_s), reads_weights)
+        return [chunk.count for chunk in scheduler.plan(snapshot, limits).chunks]
+
+    assert rows(0.0) == [128]  # nothing measured yet
+    assert rows(0.002) == [150]
+    assert rows(0.0001) == [512]
+    assert rows(0.1) == [48]  # fewer would be slower for everybody
+    assert rows(0.002, reads_weights=True) == [512]
 
 
 def test_a_step_in_which_a_short_prompt_ends_is_a_short_step() -> None:
     limits = Limits(max_rows=512, max_streams=4, page_tokens=4)
+    rates = Rates(0.0, 0.001)
     one, short, long = stream(1, Phase.PREFILL, 2000), stream(2, Phase.PREFILL, 10), stream(3, Phase.PREFILL, 900)
-    assert {c.id: c.count for c in planned(one, short, limits=limits).chunks} == {1: 118, 2: 10}
-    assert {c.id: c.count for c in planned(one, long, limits=limits).chunks} == {1: 256, 3: 256}
-    assert {c.id: c.count for c in planned(one, limits=limits).chunks} == {1: 512}
+    assert {c.id: c.count for c in planned(one, short, limits=limits, rates=rates).chunks} == {1: 5, 2: 10}
+    assert {c.id: c.count for c in planned(one, long, limits=limits, rates=rates).chunks} == {1: 100, 3: 200}
+    assert {c.id: c.count for c in planned(one, limits=limits, rates=rates).chunks} == {1: 300}
 
 
 def test_nobody_is_let_in_behind_one_that_gets_no_page() -> None:
@@ -86,11 +96,11 @@ def test_rates_are_learned_from_steps() -> None:
     assert rates.after(9.0, 0, 9) == rates  # prompt rows alone are cheaper each: no measure for mixed steps
 
 
-def test_half_of_the_rows_are_the_oldest_prompts_and_half_the_shortest() -> None:
+def test_a_third_of_the_rows_is_the_oldest_prompts_and_the_rest_goes_to_the_shortest() -> None:
     rows = scheduler.share(
         20, [stream(1, Phase.PREFILL, 1000), stream(2, Phase.PREFILL, 300), stream(3, Phase.PREFILL, 6)]
     )
-    assert rows == {1: 10, 3: 6, 2: 4}
+    assert rows == {1: 7, 3: 6, 2: 7}
 
 
 def test_rows_that_nobody_else_needs_go_to_the_oldest() -> None:
@@ -274,9 +284,9 @@ def follower(number: int, known: int, computed: int, leader: int, until: int) ->
 def test_one_that_waits_for_pages_gives_its_rows_to_the_leader() -> None:
     assert scheduler.share(20, [stream(1, Phase.PREFILL, 100), follower(2, 50, 0, 1, 48)]) == {1: 20}
     old, leader = stream(1, Phase.PREFILL, 1000), stream(2, Phase.PREFILL, 500)
-    assert scheduler.share(20, [old, leader, stream(3, Phase.PREFILL, 400)]) == {1: 10, 3: 10}
+    assert scheduler.share(20, [old, leader, stream(3, Phase.PREFILL, 400)]) == {1: 7, 3: 13}
     waiting = follower(4, 50, 0, 2, 48)
-    assert scheduler.share(20, [old, leader, stream(3, Phase.PREFILL, 400), waiting]) == {1: 10, 2: 10}
+    assert scheduler.share(20, [old, leader, stream(3, Phase.PREFILL, 400), waiting]) == {1: 7, 2: 13}
 
 
 def test_a_leaders_chunk_ends_where_the_first_of_the_others_goes_its_own_way() -> None:

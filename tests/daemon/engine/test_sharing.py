@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.daemon.engine.fakes import PAGE, expected
 from tests.daemon.engine.rig import Rig
-from tierd.daemon.engine.sharing import common_pages, worth_waiting
+from tierd.daemon.engine.sharing import common_pages
 from tierd.daemon.errors import EngineFailed
 
 # Long enough, at 4 tokens a page, for waiting to be worth it: a step has 128 rows at least.
@@ -41,22 +41,6 @@ def test_common_pages_are_found_in_a_chain() -> None:
     other = keys[:6] + [b"x"] * 5
     assert common_pages(keys, other, 2) == 6 and common_pages(keys, keys[:4], 0) == 4
     assert common_pages(other, other, 11) == 11
-
-
-@pytest.mark.parametrize(
-    ("rows", "shared", "group", "beyond", "waits"),
-    [
-        (1000, 992, 2, 8, True),  # n answers to one prompt
-        (16, 12, 2, 4, True),  # and to the end of it
-        (4030, 4000, 50, 30, True),
-        (1000, 16, 2, 1000, True),  # a short step first, and the rest is less
-        (40, 16, 2, 1000, False),  # it ends in the step that it would wait for
-        (70, 64, 2, 1000, False),
-        (60, 48, 8, 1000, True),  # eight of them would wait for one another
-    ],
-)
-def test_who_waits(rows: int, shared: int, group: int, beyond: int, waits: bool) -> None:
-    assert worth_waiting(rows, shared, group, beyond) is waits
 
 
 def test_answers_to_one_prompt_compute_and_hold_it_once() -> None:
@@ -143,14 +127,14 @@ def test_one_of_higher_rank_that_comes_later_takes_the_lead() -> None:
     assert computed <= one.decoder.rows - 9
 
 
-def test_a_short_chat_is_not_held_up_by_the_few_tokens_that_it_shares() -> None:
+def test_a_short_chat_is_held_up_by_no_more_than_the_tokens_that_it_shares() -> None:
     one = rig(max_rows=64)
     one.submit(1, LONG, 4)
-    one.turn()
     one.submit(2, LONG[:8] + [50] * 10, 4)
-    one.submit(3, LONG[:64] + [51] * 10, 4)
     one.turn()
-    assert not one.streams._following and one.of(2, "text")
+    assert one.decoder.batches == [8]
+    one.turn()
+    assert one.of(2, "text") and one.decoder.batches == [8, 15]
 
 
 def test_a_chunk_of_the_leader_ends_where_they_part() -> None:

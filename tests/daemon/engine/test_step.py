@@ -112,6 +112,27 @@ def test_cancel_follows_its_request(rig: Running) -> None:
     rig.check_quiet()
 
 
+def test_a_newcomer_ends_a_long_step_and_one_in_the_background_does_not() -> None:
+    rig = Running(max_rows=64)
+    long, start = [1 + place % 50 for place in range(190)], rig.decoder.start
+    arrived: list[int] = []
+
+    def start_and_meet(tokens: Any, *rest: Any) -> None:
+        start(tokens, *rest)
+        if len(tokens) == 64 and len(arrived) < 2:
+            arrived.append(2 + len(arrived))
+            rig.put(arrived[-1], PROMPT, priority=2 - len(arrived))  # first one of the background
+
+    rig.decoder.start = start_and_meet  # type: ignore[method-assign]
+    rig.put(1, long)
+    rig.loop.start()
+    rig.wait(1, 2, 3)
+    rig.loop.stop()
+    assert rig.loop.join(10.0)
+    assert rig.streams.totals.dropped_steps == 1
+    assert rig.tokens(1) == expected(long, 8) and rig.tokens(2) == rig.tokens(3) == expected(PROMPT, 8)
+
+
 def test_calls_run_between_steps(rig: Running) -> None:
     rig.put(1, PROMPT, 100)
     assert rig.loop.call(lambda: threading.current_thread().name).result(5) == "step"

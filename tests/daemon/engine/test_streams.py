@@ -350,3 +350,34 @@ def test_a_request_may_wish_that_the_beginning_of_its_prompt_stays() -> None:
     rig.run()
     assert [node.num_tokens for node in rig.pager.index.nodes.values() if node.kept] == [4, 4]
     assert rig.of(1, "accepted")[0]["keep_tokens"] == [9, 2]
+
+
+def test_a_long_step_gives_way_to_a_newcomer_once_and_counts_for_nothing() -> None:
+    rig = Rig(max_rows=64)
+    prompt = [1 + place % 50 for place in range(150)]
+    rig.submit(1, prompt, 3)
+    asked: list[bool] = []
+
+    def awaited() -> bool:
+        asked.append(True)
+        return True
+
+    rig.turn()
+    assert rig.streams.turn(awaited) and asked == [True]
+    assert rig.streams.totals.dropped_steps == 1 and rig.streams.totals.prefill_rows == 64
+    rig.submit(2, prompt[:1], 3)
+    rig.streams.turn(awaited)  # never two in a row; and short steps are not worth it
+    assert asked == [True] and rig.of(2, "failed") == []
+    rig.run()
+    assert rig.tokens(1) == expected(prompt, 3) and rig.tokens(2) == expected(prompt[:1], 3)
+
+
+def test_a_step_in_which_somebody_decodes_does_not_give_way() -> None:
+    rig = Rig(max_rows=64)
+    rig.submit(1, [1, 2, 3], 30)
+    rig.turn(2)
+    rig.submit(2, [4 + place % 50 for place in range(150)], 3)
+    for _ in range(3):
+        rig.streams.turn(lambda: True)
+    assert rig.streams.totals.dropped_steps == 0
+    rig.run()

@@ -30,8 +30,10 @@ def may_compute(pager: Pager, request: Request, lease: Lease, now_s: float) -> b
 
 
 def is_joining(requests: Collection[Request], now_s: float) -> bool:
-    """Whether one that was let in just now lacks nothing but the copy of a tail, and no answer goes on meanwhile: a step
-    of others would take longer than that."""
+    """Whether one that was let in just now lacks nothing but the copy of a tail, and no answer goes on meanwhile.
+
+    A step of others would take longer than that.
+    """
     return all(request.phase is not Phase.DECODE for request in requests) and any(
         request.phase is Phase.FETCHING
         and now_s - request.fetched_s < JOIN_S

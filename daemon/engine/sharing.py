@@ -41,10 +41,10 @@ def look(
         found = waiting.get(request.id)
         if found is not None:
             pages = (found.until - request.computed) // size
-            seen = replace(request.seen(now_s, pages), leader=found.leader, shared_until=found.until)
+            seen = replace(request.seen(now_s, limits, pages), leader=found.leader, shared_until=found.until)
         else:
             shared = _shared(request, pager, leaders) if is_open and request.phase is Phase.WAITING else 0
-            seen = request.seen(now_s, shared)
+            seen = request.seen(now_s, limits, shared)
         streams.append(seen if request.beams is None else request.beams.seen(seen, request, size))
     return tuple(streams), waiting
 
@@ -52,7 +52,7 @@ def look(
 def keys_of(request: Request, pager: Pager) -> list[PageKey]:
     """The keys of the pages that its tokens fill, computed once. None of a request that shares nothing."""
     if not request.keys and not request.private:
-        request.keys = pager.chain(request.tokens, request.salt)
+        request.keys = pager.chain(request.findable, request.salt)
     return request.keys
 
 
@@ -97,8 +97,8 @@ def _shared(request: Request, pager: Pager, leaders: Mapping[PageKey, Request]) 
 def _waiting(group: list[Request], page_tokens: int) -> dict[int, Following]:
     """All of a group, which need the same page next, but the first.
 
-    None has its token later for that: apart, it would get two rows of three in each step; together, the shared rows come
-    first, alone, and then there are fewer rows of its own to share a step with.
+    None has its token later for that: apart, it would get two rows of three in each step; together, the shared rows
+    come first, alone, and then there are fewer rows of its own to share a step with.
     """
     leader, *others = sorted(group, key=lambda request: request.rank)
     found: dict[int, Following] = {}

@@ -24,10 +24,6 @@ class Block(Protocol):
     address: int
     size_bytes: int
 
-    def memories(self) -> tuple[Row, ...]:
-        """What addresses of records may point into, for kernels' checks: one piece or more."""
-        ...
-
     def row(self, start: int, size_bytes: int) -> Row:
         """Some of its bytes."""
         ...
@@ -57,9 +53,6 @@ class HostBlock:
         self._map, self.size_bytes = _reserve(size_bytes, max_bytes)
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8, count=self.size_bytes)
         self.address = int(self.array.ctypes.data)
-
-    def memories(self) -> tuple[Row, ...]:
-        return (self.array,)
 
     def row(self, start: int, size_bytes: int) -> Row:
         row: npt.NDArray[np.uint8] = self.array[start : start + size_bytes]

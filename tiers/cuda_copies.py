@@ -10,12 +10,13 @@ The order that makes them right, wherever the step loop is:
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tierd.tiers.cuda_memory import pinned_array
-from tierd.tiers.gpu import DeviceRow, Event, Gpu, HostRow, Row, Stream, address_of_row
+from tierd.tiers.gpu import DeviceRow, Event, Gpu, GpuError, HostRow, Row, Stream, address_of_row
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class CudaCopies:
         self._events: list[Event] = []  # free ones
         self._made: list[Event] = []
         self._buffers: list[HostRow] = []  # free ones, for no more threads than the mover has
+        self._abandoned: list[HostRow] = []  # until the end: a card whose waits fail is given up soon
 
     def copy(self, dest: Row, source: Row) -> None:
         """Copies a row; returns when it is there."""
@@ -79,18 +81,16 @@ class CudaCopies:
         if not far:
             write([row for row in rows if not isinstance(row, DeviceRow)])
             return
-        buffer = self._borrow(sum(row.nbytes for row in far))
-        try:
+        with self._bounce(far) as buffer:
             near = _pieces(buffer, far)
             self._finish(self._start(list(zip(near, far, strict=True)), self._down))
             copies = iter(near)
             write([next(copies) if isinstance(row, DeviceRow) else row for row in rows])
-        finally:
-            self._give_back(buffer)
 
     def close(self) -> None:
         """Gives streams, events and buffers back, after the mover's end. Idempotent."""
         self._buffers.clear()
+        self._abandoned.clear()
         self._events.clear()
         made, self._made = self._made, []
         for event in made:
@@ -103,15 +103,12 @@ class CudaCopies:
     def _fill_device(
         self, which: slice, rows: Sequence[Row], read: Callable[[slice, Sequence[HostRow]], Sequence[T]]
     ) -> list[T]:
-        buffer = self._borrow(sum(row.nbytes for row in rows))
-        try:
+        with self._bounce(rows) as buffer:
             near = _pieces(buffer, rows)
             results = list(read(which, near))
             # What could not be read is copied as well: nobody looks at a slot whose load failed.
             self._finish(self._start(list(zip(rows, near, strict=True)), self._up))
             return results
-        finally:
-            self._give_back(buffer)
 
     def _stream(self, dest: Row, source: Row) -> Stream:
         match isinstance(dest, DeviceRow), isinstance(source, DeviceRow):
@@ -149,6 +146,20 @@ class CudaCopies:
         event = self._gpu.new_event()
         self._made.append(event)
         return event
+
+    @contextlib.contextmanager
+    def _bounce(self, rows: Sequence[Row]) -> Iterator[HostRow]:
+        """A buffer for these rows. After an error of the card nobody gets it again: copies may go on with it."""
+        buffer = self._borrow(sum(row.nbytes for row in rows))
+        try:
+            yield buffer
+        except GpuError:
+            self._abandoned.append(buffer)
+            raise
+        except BaseException:
+            self._give_back(buffer)
+            raise
+        self._give_back(buffer)
 
     def _borrow(self, size_bytes: int) -> HostRow:
         with self._lock:

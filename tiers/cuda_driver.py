@@ -56,7 +56,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuDevicePrimaryCtxRetain": [_POINTER, ctypes.c_int],
     "cuDevicePrimaryCtxRelease_v2": [ctypes.c_int],
     "cuCtxSetCurrent": [_POINTER],
-    "cuMemGetInfo_v2": [_POINTER, _POINTER],
     "cuMemGetAllocationGranularity": [_POINTER, _POINTER, ctypes.c_int],
     "cuMemAddressReserve": [_POINTER, _SIZE, _SIZE, _ADDRESS, _LONG],
     "cuMemAddressFree": [_ADDRESS, _SIZE],
@@ -94,7 +93,9 @@ class CudaDriver:
         except OSError as exc:
             raise GpuError(errno.ENODEV, f"no CUDA driver: {exc}") from None
         for name, arguments in _SIGNATURES.items():
-            function = getattr(self._library, name)
+            function = getattr(self._library, name, None)
+            if function is None:
+                raise GpuError(errno.ENOTSUP, f"the CUDA driver is too old: it has no {name}")
             function.argtypes, function.restype = arguments, ctypes.c_int
         self._threads = threading.local()
         self._context = ctypes.c_void_p()
@@ -112,11 +113,14 @@ class CudaDriver:
         self._where = _Location(_ON_DEVICE, self._device)
         self._prop = _AllocationProp(type=_PINNED, location=self._where)
         size = ctypes.c_size_t()
-        self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._prop), _RECOMMENDED)
+        try:
+            self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._prop), _RECOMMENDED)
+        except GpuError:
+            self.close()
+            raise
         self._granularity_bytes = size.value
 
     def close(self) -> None:
-        """Lets go of the context, after everything that was made in it. Idempotent."""
         if self._context:
             self._context = ctypes.c_void_p()
             self._raw("cuDevicePrimaryCtxRelease_v2", self._device)
@@ -124,11 +128,6 @@ class CudaDriver:
     @property
     def granularity_bytes(self) -> int:
         return self._granularity_bytes
-
-    def free_bytes(self) -> int:
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value
 
     def reserve(self, size_bytes: int) -> int:
         address = ctypes.c_uint64()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.tiers.blocks import HostBlock
-from tierd.tiers.gpu import DeviceRow, Gpu, GpuError, Handle, Row
+from tierd.tiers.gpu import DeviceRow, Event, Gpu, GpuError, Handle, Row, Stream
 
 CHUNK_BYTES = 64 << 20
 _HOST_PAGE_BYTES = 4096
@@ -36,10 +36,11 @@ class DeviceBlock:
         self.size_bytes = max(size_bytes, max_bytes)
         self._reserved_bytes = max(1, -(-self.size_bytes // self._chunk_bytes)) * self._chunk_bytes
         self._handles: list[Handle] = []
+        self._stream, self._event = Stream(0), Event(0)
         self.address = gpu.reserve(self._reserved_bytes)
-        self._stream = gpu.new_stream()
-        self._event = gpu.new_event()
         try:
+            self._stream = gpu.new_stream()
+            self._event = gpu.new_event()
             self.take(size_bytes)
         except BaseException:
             self.close()
@@ -49,9 +50,6 @@ class DeviceBlock:
     def taken_bytes(self) -> int:
         """Memory that the card is without."""
         return len(self._handles) * self._chunk_bytes
-
-    def memories(self) -> tuple[Row, ...]:
-        return (DeviceRow(self.address, self.taken_bytes),)
 
     def row(self, start: int, size_bytes: int) -> Row:
         return DeviceRow(self.address + start, size_bytes)
@@ -80,8 +78,10 @@ class DeviceBlock:
             return
         self._unmap(0)
         self._gpu.release(self.address, self._reserved_bytes)
-        self._gpu.free_event(self._event)
-        self._gpu.free_stream(self._stream)
+        if self._event:
+            self._gpu.free_event(self._event)
+        if self._stream:
+            self._gpu.free_stream(self._stream)
         self._reserved_bytes = 0
 
     def _unmap(self, keep: int) -> None:
@@ -118,9 +118,6 @@ class PinnedBlock(HostBlock):
     def pinned_bytes(self) -> int:
         """Registered, from the start of the block."""
         return sum(self._sizes)
-
-    def memories(self) -> tuple[Row, ...]:
-        return (self.array[: self.pinned_bytes],)
 
     def wait(self, timeout_s: float) -> int:
         """Waits until all of it is registered. Returns the bytes that are: fewer when the system or the card refuses.

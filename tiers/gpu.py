@@ -44,8 +44,8 @@ class Gpu(Protocol):
         """What device memory is mapped in multiples of."""
         ...
 
-    def free_bytes(self) -> int:
-        """Device memory that nobody has."""
+    def close(self) -> None:
+        """Lets go of the card, after everything that was made on it. Idempotent."""
         ...
 
     def reserve(self, size_bytes: int) -> int:

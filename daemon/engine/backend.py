@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Decoder
-from tierd.kernels.cpu.step import CpuDecoder
+from tierd.kernels.cpu.step import Angles, CpuDecoder
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block, HostBlock
 from tierd.tiers.cuda_driver import CudaDriver
@@ -104,11 +104,13 @@ class CpuBackend:
         return Mover(wake=wake)
 
     def decoder(
-        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress
-    ) -> OwnDecoder:
+        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
+        far: Angles | None = None,
+    ) -> OwnDecoder:  # fmt: skip
+        """`far`: angles of positions beyond the tables, for texts without an end."""
         decoder = self._make_decoder(
             weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
-            max_rows, self._threads,
+            max_rows, self._threads, far,
         )  # fmt: skip
         weights.attach(decoder)
         return decoder
@@ -134,10 +136,14 @@ def choose(
         gpu = open_card()
     except GpuError:
         return CpuBackend(threads)
-    from tierd.daemon.engine import backend_cuda
+    try:
+        from tierd.daemon.engine import backend_cuda
 
-    refusal = backend_cuda.refusal()
+        refusal = backend_cuda.refusal()
+    except ImportError as exc:
+        refusal = f'{exc.name or exc} is not installed (`pip install "tierd[gpu]"`)'
     if refusal:
+        gpu.close()
         note(f"there is a card, and {refusal}: computing on the CPU")
         return CpuBackend(threads)
     return backend_cuda.CudaBackend(gpu, note)

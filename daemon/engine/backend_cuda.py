@@ -126,3 +126,4 @@ class CudaBackend:
         if self._compute:
             self._gpu.free_stream(self._compute)
             self._compute = Stream(0)
+        self._gpu.close()

@@ -17,6 +17,7 @@ from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
     from tierd.daemon.engine.model.weights import ModelWeights
+    from tierd.kernels.cpu.mixture import ExpertSource
     from tierd.kernels.cpu.weights import Part, PlacedLayer, Rows
     from tierd.tiers.staging import Flow, Staging
 
@@ -71,10 +72,42 @@ class StreamedDecoder(Decoder, Protocol):
     ) -> None: ...
 
     def layer(
-        self, index: int, memories: Sequence[Memory], pages: Addresses, placed: PlacedLayer | None = None
+        self,
+        index: int,
+        memories: Sequence[Memory],
+        pages: Addresses,
+        placed: PlacedLayer | None = None,
+        experts: ExpertSource | None = None,
     ) -> None: ...
 
     def finish(self, head: Iterable[Part] | None = None) -> Logits: ...
+
+
+class BoundedDecoder(StreamedDecoder, Protocol):
+    """One whose rows may see less than all, see `kernels.rows.Bound`."""
+
+    def forward(
+        self,
+        memories: Sequence[Memory],
+        tokens: Ints,
+        positions: Ints,
+        row_seq: Ints,
+        pages: Addresses,
+        page_offsets: Ints,
+        logit_rows: Ints,
+        bounds: Ints | None = None,
+    ) -> Logits: ...
+
+    def start(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        row_seq: Ints,
+        page_offsets: Ints,
+        logit_rows: Ints,
+        rows: Rows | None = None,
+        bounds: Ints | None = None,
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -139,9 +172,9 @@ class Runner:
     ) -> Logits:
         """Compute all rows, write their keys and values into their pages; logits `[L, vocab]`.
 
-        `streamed` names the pages of the batch whose address is 0, in order. `gives_way` is asked before each layer of a
-        pass for which everything is in memory: True drops it. Raises GaveWay then, StagingLost when some pages could
-        not be read, WeightsLost when some weights could not: each time the step counts for nothing.
+        `streamed` names the pages of the batch whose address is 0, in order. `gives_way` is asked before each layer
+        of a pass for which everything is in memory: True drops it. Raises GaveWay then, StagingLost when some pages
+        could not be read, WeightsLost when some weights could not: each time the step counts for nothing.
         """
         weights = self.weights
         if streamed or self.reads_weights:
@@ -152,7 +185,7 @@ class Runner:
                 return self._run_weights(batch, pages, weights)
         if gives_way is not None:
             return self._run_layers(batch, _Pages(self._memories, batch.pages), gives_way)
-        return self._decoder.forward(
+        arguments = (
             self._memories,
             batch.tokens,
             batch.positions,
@@ -161,6 +194,9 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
+        if batch.bounds is not None:
+            return cast("BoundedDecoder", self._decoder).forward(*arguments, batch.bounds)
+        return self._decoder.forward(*arguments)
 
     def hidden(self, rows: Ints) -> Hidden:
         """Hidden states `[len(rows), hidden]` of rows of the batch that was run last, after the final norm."""
@@ -194,10 +230,20 @@ class Runner:
         places = np.flatnonzero(batch.pages == 0)
         return _StreamedPages((*self._memories, *flow.memories), batch.pages.copy(), flow, numbers, places)
 
+    def _start(self, batch: Batch, rows: Rows | None = None) -> None:
+        """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds."""
+        arguments = (batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
+        if batch.bounds is not None:
+            cast("BoundedDecoder", self._decoder).start(*arguments, rows, batch.bounds)
+        elif rows is not None:
+            cast("StreamedDecoder", self._decoder).start(*arguments, rows)
+        else:
+            self._decoder.start(*arguments)
+
     def _run_layers(self, batch: Batch, pages: _Pages, gives_way: Callable[[], bool] = lambda: False) -> Logits:
         """The step layer by layer: pages that are streamed for one are read while those before it are computed."""
         decoder = self._decoder
-        decoder.start(batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
+        self._start(batch)
         for layer in range(self._layout.num_layers):
             if gives_way():
                 raise GaveWay
@@ -208,12 +254,12 @@ class Runner:
         """The same where weights are streamed, too."""
         decoder = cast("StreamedDecoder", self._decoder)
         rows = weights.open(batch.tokens, bool(len(batch.logit_rows)), self._clock() + WEIGHTS_TIMEOUT_S)
-        decoder.start(batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows, rows)
+        self._start(batch, rows)
         for layer in range(self._layout.num_layers):
             where = pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S)
-            decoder.layer(
-                layer, pages.memories, where, weights.layer(layer, self._clock() + WEIGHTS_TIMEOUT_S)
-            )
+            deadline_s = self._clock() + WEIGHTS_TIMEOUT_S
+            placed = weights.layer(layer, deadline_s)
+            decoder.layer(layer, pages.memories, where, placed, weights.experts(deadline_s))
         logits = decoder.finish(weights.head_parts(self._clock() + WEIGHTS_TIMEOUT_S))
         weights.end()
         return logits

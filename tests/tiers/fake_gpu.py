@@ -52,6 +52,7 @@ class FakeGpu:
     def __init__(self, seed: int = 0, limit_bytes: int = 1 << 30) -> None:
         self.limit_bytes = limit_bytes
         self.unregistrable_from = 1 << 40
+        self.closed = False
         self.registered: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
         self.lanes: dict[Stream, Lane] = {}
@@ -61,8 +62,8 @@ class FakeGpu:
         self._lock = threading.RLock()
         self._next = 1000
 
-    def free_bytes(self) -> int:
-        return self.limit_bytes - sum(self.mapped.values())
+    def close(self) -> None:
+        self.closed = True
 
     def reserve(self, size_bytes: int) -> int:
         space = mmap.mmap(-1, size_bytes)
@@ -76,7 +77,7 @@ class FakeGpu:
 
     def map(self, address: int, size_bytes: int) -> Handle:
         assert not size_bytes % self.granularity_bytes and address not in self.mapped
-        if size_bytes > self.free_bytes():
+        if size_bytes > self.limit_bytes - sum(self.mapped.values()):
             raise GpuError(errno.ENOMEM, "out of memory")
         self.mapped[address] = size_bytes
         return Handle(self._number())

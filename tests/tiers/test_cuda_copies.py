@@ -14,7 +14,7 @@ from tests.tiers.fakes import Rig, live_at_random
 from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.cuda_copies import CudaCopies
 from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock, pinned_array
-from tierd.tiers.gpu import DeviceRow, HostRow, Stream
+from tierd.tiers.gpu import DeviceRow, GpuError, HostRow, Stream
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, Disturbance, JobClass, Mover
 
@@ -100,6 +100,21 @@ def test_the_store_is_lent_rows_of_the_card_in_one_group() -> None:
     )
     bench.copies.lend([bench.host[0]], lambda arrays: written.append([set(array.tolist()) for array in arrays]))
     assert written == [[{1}, {9}, {3}], [{9}]]
+
+
+def test_a_buffer_whose_copy_may_still_run_is_used_by_nobody_else() -> None:
+    bench, lent = Bench(), []
+    wait = bench.gpu.synchronize
+    bench.gpu.synchronize = lambda event: (_ for _ in ()).throw(GpuError(5, "lost"))
+    with pytest.raises(GpuError, match="lost"):
+        bench.copies.lend([bench.device(0)], lent.append)
+    bench.gpu.synchronize = wait
+    assert not lent and len(bench.gpu.registered) == 2  # the memory of the test, and the buffer
+    bench.copies.lend([bench.device(0)], lambda arrays: lent.append(len(arrays)))
+    with pytest.raises(ZeroDivisionError):  # the store's own errors leave nothing behind
+        bench.copies.lend([bench.device(0)], lambda arrays: lent.append(1 // 0))
+    bench.copies.lend([bench.device(0)], lambda arrays: lent.append(len(arrays)))
+    assert lent == [1, 1] and len(bench.gpu.registered) == 3
 
 
 def test_close_leaves_nothing() -> None:

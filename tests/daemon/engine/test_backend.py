@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ def test_a_card_that_torch_can_not_use_is_named() -> None:
     chosen = backend.choose(2, notes.append, open_card=FakeGpu)
     assert isinstance(chosen, backend.CpuBackend)
     assert len(notes) == 1 and "there is a card" in notes[0] and "computing on the CPU" in notes[0]
+
+
+def test_a_card_without_torch_is_named_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("tierd.daemon.engine.backend_cuda", raising=False)
+    monkeypatch.setitem(sys.modules, "tierd.daemon.engine.backend_cuda", None)  # as an import that fails
+    card, notes = FakeGpu(), []  # type: ignore[var-annotated]
+    chosen = backend.choose(2, notes.append, open_card=lambda: card)
+    assert isinstance(chosen, backend.CpuBackend) and card.closed
+    assert len(notes) == 1 and "is not installed" in notes[0] and "tierd[gpu]" in notes[0]
 
 
 def test_a_decoder_of_the_cpus_that_is_watched_asks_for_the_cpu() -> None:

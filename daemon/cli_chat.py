@@ -13,14 +13,14 @@ from tierd.daemon.cli_answer import Screen, generate, tell_cut
 from tierd.daemon.cli_common import DIM, PLAIN, load_model, note, print_error
 from tierd.daemon.cli_run import with_turns
 from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError, suggest
-from tierd.daemon.protocol import Event, Message, Submit, to_submit
+from tierd.daemon.protocol import Event, Message, Sampling, Submit, to_submit
 
 HELP = """\
 /help              this text
 /clear             forget the conversation (the system message stays)
 /system TEXT       set the system message; without TEXT remove it
-/set NAME VALUE    set a sampling option: temperature, top_k, top_p, min_p, max_tokens, seed, ...
-/set               show the options
+/set NAME VALUE    set a sampling option: temperature, top_p, max_tokens, seed
+/set               show all options
 /stats             figures of the last answer
 /exit              leave (also Ctrl-D)
 Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
@@ -77,16 +77,20 @@ class Conversation:
     def _set(self, rest: str) -> str:
         options = msgspec.to_builtins(self.template.sampling)
         if not rest:
-            return "\n".join(f"{name} {value}" for name, value in options.items()) or "all options have their defaults"
+            others = [name for name in Sampling.__struct_fields__ if name not in options]
+            said = [*(f"{name} {value}" for name, value in options.items()), f"defaults: {', '.join(others)}"]
+            return "\n".join(said)
         name, _, value = rest.partition(" ")
         if name == "stop":
             options["stop"] = tuple(value.split())
         else:
             options[name] = _number(value.strip())
         # The one place that knows names and types checks them, as for every other client.
-        self.template = msgspec.structs.replace(
-            self.template, sampling=to_submit({"model": self.template.model, "sampling": options}).sampling
-        )
+        try:
+            checked = to_submit({"model": self.template.model, "sampling": options})
+        except TierdError as exc:
+            raise type(exc)(exc.message.replace("sampling.", ""), hint=exc.hint or "/set lists the options") from None
+        self.template = msgspec.structs.replace(self.template, sampling=checked.sampling)
         return f"{name} is {value.strip() or 'unset'}"
 
     def _stats(self, rest: str) -> str:

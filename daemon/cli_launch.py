@@ -19,7 +19,7 @@ from tierd.daemon.cli_common import (
 )
 from tierd.daemon.client_setup import CLIENTS, Setup, setup_of
 from tierd.daemon.config import Settings, is_loopback, split_listen
-from tierd.daemon.errors import BadRequest, Conflict, NotFound, TierdError
+from tierd.daemon.errors import BadRequest, Conflict, ModelNotFound, NotFound, TierdError
 from tierd.daemon.keys import KeyRing
 
 WANTED_CONTEXT = 32768  # below this coding clients run out of room within a few turns
@@ -61,6 +61,8 @@ def _look(settings: Settings, model: str, *, must_run: bool) -> tuple[str, str, 
             raise Conflict("the daemon does not serve HTTP", hint="start it with --listen 127.0.0.1:8421")
         try:
             shown = found.call("show", model=model)
+        except ModelNotFound:
+            raise
         except TierdError:
             if must_run:
                 raise

@@ -19,6 +19,7 @@ from tierd.daemon.plan import answer as told
 from tierd.daemon.plan import rates
 from tierd.daemon.plan.auto import choose_sizes
 from tierd.daemon.plan.cards import CARDS, find_card
+from tierd.daemon.plan.draft import wanted
 from tierd.daemon.plan.known import KNOWN, known_shape
 from tierd.daemon.plan.kv import ENGINE_FORMATS, KV_FORMATS, token_bytes
 from tierd.daemon.plan.scenario import Limits, Load, card_memory, card_task, cpu_task
@@ -42,7 +43,7 @@ _WEIGHTS = ("auto", *weight_formats())
 @click.option("--kv-format", "kv_format", type=click.Choice(tuple(KV_FORMATS)), help="Numbers in a page.")
 @click.option("--cards", is_flag=True, help="List the cards that are known.")
 @click.option("--shapes", is_flag=True, help="List the built-in shapes.")
-@settings_options("models_dir", "cache_dir", "device_mem", "host_mem", "nvme_mem", "weights_mem", "threads")
+@settings_options("models_dir", "cache_dir", "device_mem", "host_mem", "nvme_mem", "weights_mem", "threads", "draft")
 @json_option
 def plan(
     flags: dict[str, Any], model: str | None, context: str | None, answer: int | None, streams: int, goal: str,
@@ -61,6 +62,9 @@ def plan(
     subject = find_subject(model, settings.models_dir, weights)
     load = _load(subject, settings, context, answer, streams, goal)
     found = _on_card(subject, load, settings, gpu, kv_format) if gpu else _here(subject, load, settings, kv_format)
+    if found.context > subject.context:
+        beyond = f"{found.model} reaches {subject.context:,} tokens: tierd refuses more"
+        found = msgspec.structs.replace(found, why=(*found.why, beyond))
     if as_json:
         print_json(msgspec.to_builtins(found))
     else:
@@ -98,7 +102,12 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
     if spec is not None and runs:
         smallest = min(found.total for _, found in subject.formats)
         asked = dataclasses.replace(settings, kv_format=pages)
-        sizes, remarks = choose_sizes(asked, computer, spec, smallest, context, threads)
+        draft = wanted(settings, threads)
+        taken = draft.total_bytes if draft is not None else 0
+        beside = computer._replace(available_ram=max(computer.available_ram - taken, 0))
+        sizes, remarks = choose_sizes(asked, beside, spec, smallest, context, threads)
+        if draft is not None:
+            remarks = (*remarks, f"the draft model {draft.name} takes {human_bytes(taken)}")
     else:
         sizes, remarks = resolve_sizes(settings, computer), ()
     short = ""

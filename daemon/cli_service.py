@@ -26,6 +26,8 @@ from tierd.daemon.errors import AlreadyRunning, BadRequest, Conflict, NotFound, 
 from tierd.daemon.service_unit import NAME, unit_text
 
 SYSTEMCTL_TIMEOUT_S = 120.0  # beyond the start and the stop of the unit
+# They decide where models, pages, settings and keys lie: the service has to find what this shell's commands find.
+_PLACES = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
 _SHOWN = ("ActiveState", "SubState", "UnitFileState", "MainPID", "NRestarts", "Result", "StatusText")
 _LOGS_HINT = f"`journalctl --user -u {NAME}` and `tierd logs` show why"
 
@@ -40,7 +42,7 @@ def service() -> None:
 @click.option("--no-start", is_flag=True, help="Start it with the next login, not now.")
 @click.option("--print", "only_print", is_flag=True, help="Print the unit and change nothing.")
 def install(flags: dict[str, Any], no_start: bool, only_print: bool) -> None:
-    """Install a user service. It runs with the flags given here and with the TIERD_* variables that are set now."""
+    """Install a user service. It runs with the flags given here and with the TIERD_* and XDG_* variables that are set now."""
     settings = load_settings(flags)
     if secrets := [doc for doc in config.setting_docs() if doc.secret and flags.get(doc.name) is not None]:
         # Left out, the service would refuse whoever has the key, or let in whoever has none.
@@ -114,7 +116,8 @@ def _environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith("TIERD_") and name not in secret and not name.startswith("TIERD_TEST_")
+        if name in _PLACES
+        or (name.startswith("TIERD_") and name not in secret and not name.startswith("TIERD_TEST_"))
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tierd.daemon.config import Settings
 from tierd.daemon.errors import BadConfig, DaemonUnreachable, PermissionDenied, TierdError, TimedOut, TryLater
 
 START_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 30.0
 POLL_S = 0.02
 QUIET_S = 1.0  # a person who waits longer is told for what
 
@@ -65,6 +67,14 @@ def _early_death(returncode: int, words: Path) -> TierdError:
     kinds: dict[int, type[TierdError]] = {75: TryLater, 77: PermissionDenied, 78: BadConfig}
     kind = kinds.get(returncode, TierdError)
     return kind(message or f"the daemon ended at its start with exit code {returncode}", hint=hint or f"see {words}")
+
+
+def end(client: Client, pid: int, socket: Path) -> None:
+    """Stop a daemon that was started for something it can't do: with its settings nobody would get any further."""
+    with contextlib.suppress(DaemonUnreachable):  # it may be faster than its answer
+        client.call("stop", timeout_s=0.0)
+    wait_until_gone(socket, pid, END_TIMEOUT_S)
+    note("the daemon is stopped again")
 
 
 def wait_until_gone(

@@ -11,6 +11,7 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config import Settings, resolve_sizes, split_listen
 from tierd.daemon.errors import BadConfig, TierdError
 from tierd.daemon.keys import check_reach
 from tierd.daemon.machine import Machine, probe_machine, total_memory_bytes
@@ -82,6 +83,7 @@ def examine(
     yield from disk_findings(settings.cache_dir)
     yield directory_finding("kernels", settings.cache_dir / "numba")
     yield socket_finding(settings.socket)
+    yield from listen_findings(settings, daemon_version)
     yield daemon_finding(daemon_version, own_version)
     yield measured_finding(settings.cache_dir, threads)
 
@@ -98,6 +100,23 @@ def config_findings(settings: Settings, faults: Sequence[BadConfig]) -> Iterator
             return
         file = config_file(os.environ)
         yield Finding("config", State.OK, f"{file}{'' if file.exists() else ' (not there: defaults)'}")
+
+
+def listen_findings(settings: Settings, daemon_version: Callable[[], str | None]) -> Iterator[Finding]:
+    """The address of HTTP: whether a daemon could listen there. Where one runs, it does already."""
+    if not settings.listen or daemon_version() is not None:
+        return
+    host, port = split_listen(settings.listen)
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(address)
+    except OSError as exc:
+        remedy = "end the other program, or choose another address with --listen, or '' for none"
+        yield Finding("http", State.PROBLEM, f"cannot listen at {settings.listen}: {exc.strerror}", remedy)
+    else:
+        yield Finding("http", State.OK, f"{settings.listen} is free")
 
 
 def python_finding(version: tuple[int, ...]) -> Finding:

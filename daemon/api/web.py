@@ -41,7 +41,7 @@ _PATHS_HINT = "/openapi.json lists the paths; docs/clients tells what each clien
 
 
 async def start(service: Service, sock: socket.socket) -> web.AppRunner:
-    """Serve on a listening socket until `cleanup` of the answer. Sets `service.http_address`."""
+    """Serve on a listening socket until `cleanup` of the answer."""
     gate = Gate(service.settings, service.tenants.ring, sock)
     app = web.Application(middlewares=[errors_as_json, gate.middleware], client_max_size=MAX_BODY_BYTES)
     Routes(service).add(app.router)
@@ -72,8 +72,6 @@ async def start(service: Service, sock: socket.socket) -> web.AppRunner:
     site = _Site(runner, sock, options)
     gate.connections = site.count
     await site.start()
-    host, port = sock.getsockname()[:2]
-    service.http_address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     return runner
 
 

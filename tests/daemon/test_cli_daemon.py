@@ -20,10 +20,10 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 STATUS = {
     "pid": 4242, "state": "ready", "model": "alpha", "version": "0.1", "uptime_s": 300.0, "socket": "/s", "http": "",
-    "tiers": {
+    "engines": [{"model": "alpha", "state": "ready", "tiers": {
         "device": {"total_bytes": 2_000_000_000, "used_bytes": 1_000_000, "cached_bytes": 0, "free_bytes": 5},
         "host": None,
-    },
+    }}],
 }  # fmt: skip
 
 
@@ -36,6 +36,14 @@ def test_status(cli: Cli) -> None:
     assert ["http", "off"] in lines
     assert ["device", "2.0", "GB", "1.0", "MB", "0", "B", "5", "B"] in lines
     assert ["host", "-", "-", "-", "-"] in lines
+
+
+def test_status_tells_the_tiers_of_each_model(cli: Cli) -> None:
+    engines = [{"model": name, "state": "ready", "tiers": {"host": None}} for name in ("alpha", "beta")]
+    with cli.front() as front:
+        front.answers["status"] = {**STATUS, "engines": engines}
+        said = cli("status").out
+    assert said.count("TIER") == 2 and "\nalpha\nTIER" in said and "\nbeta\nTIER" in said
 
 
 def test_status_shows_notices(cli: Cli) -> None:
@@ -54,6 +62,13 @@ def test_status_tells_what_was_written(cli: Cli) -> None:
         front.answers["status"] = {**STATUS, "engines": [engine]}
         said = cli("status").out
     assert "written  5.0 MB of 200 GB today, 46.1 kB for a token kept (alpha)\n" in said
+
+
+def test_status_tells_what_was_chosen_and_why(cli: Cli) -> None:
+    engine = {"model": "alpha", "state": "ready", "tiers": {"host": None}, "chosen": {"why": ["pages get less memory"]}}
+    with cli.front() as front:
+        front.answers["status"] = {**STATUS, "engines": [engine]}
+        assert "plan     pages get less memory (alpha)\n" in cli("status").out
 
 
 def test_status_tells_where_weights_lie(cli: Cli) -> None:

@@ -9,6 +9,7 @@ import pytest
 from cli_rig import Cli
 
 from tierd.daemon import keys
+from tierd.daemon.errors import ModelNotFound
 
 PROGRAM = '#!/bin/sh\nprintf "%s\\n" "$OPENAI_API_BASE" "$OPENAI_API_KEY" "$@"\n'
 
@@ -64,6 +65,13 @@ def test_a_running_daemon_says_where_it_listens_and_what_the_model_holds(cli: Cl
         said = cli("launch", "claude", "--print")
     assert "ANTHROPIC_BASE_URL=http://127.0.0.1:9" in said.out and "smollm2-135m" in said.out
     assert "2048 tokens" in said.err
+
+
+def test_a_model_that_is_not_there_is_told_in_place_of_a_setup(cli: Cli) -> None:
+    with front(cli) as daemon:
+        daemon.answers["show"] = ModelNotFound("model 'nope' isn't prepared")
+        said = cli("launch", "claude", "--model", "nope", "--print")
+    assert said.code == 1 and "isn't prepared" in said.err and not said.out
 
 
 def test_run_takes_the_place_of_this_process(cli: Cli, started) -> None:

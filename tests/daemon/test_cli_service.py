@@ -49,6 +49,13 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Systemd:
     return Systemd(tmp_path, monkeypatch)
 
 
+def test_the_service_finds_what_this_shells_commands_find(
+    cli: Cli, systemd: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert "Environment=XDG_DATA_HOME=/data" in cli("service", "install", "--print").out
+
+
 def test_install_status_uninstall(cli: Cli, systemd: Systemd) -> None:
     said = cli("service", "install", "--ctx", "8k")
     assert said.code == 0 and "enable-linger" in said.err

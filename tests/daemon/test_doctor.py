@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,14 @@ def test_a_program_that_hangs_is_no_card(monkeypatch: pytest.MonkeyPatch, tmp_pa
     program.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564 MiB, 560.35'\n")
     monkeypatch.setattr(doctor, "GPU_WAIT_S", 10.0)
     assert "4090" in (doctor._nvidia_smi() or "")
+
+
+def test_an_address_that_another_program_has_is_found(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = make_settings(tmp_path, listen=f"127.0.0.1:{other.getsockname()[1]}")
+        (taken,) = doctor.listen_findings(settings, lambda: None)
+        assert taken.state is doctor.State.PROBLEM and "cannot listen" in taken.text and "--listen" in taken.remedy
+        assert list(doctor.listen_findings(settings, lambda: "1.0")) == []  # a daemon has it
+    (free,) = doctor.listen_findings(settings, lambda: None)
+    assert free.state is doctor.State.OK
+    assert list(doctor.listen_findings(make_settings(tmp_path, listen=""), lambda: None)) == []

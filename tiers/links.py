@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
 # The rate looks back over about this much time in which the link was busy: it follows a drive that slows down, and
 # forgets one odd transfer.
 _MEMORY_S = 0.5
+# What the link can do is judged by pieces of so much activity: shorter ones say more of the clock than of the link.
+_PIECE_S = 0.02
+_PIECES = 200  # the newest, for the rate that few of them beat
 
 
 class LinkGroup(enum.StrEnum):
@@ -56,6 +63,9 @@ class LinkStats:
     cancelled: int  # transfers that were given up before they ran; not in `count`
     queued: int  # jobs waiting or running now
     bytes_per_s: float  # of the link as a whole while it is active, lately; 0 before the first transfer
+    peak_bytes_per_s: float  # the best piece of 20 ms of activity since the start; 0 before the first one
+    p99_bytes_per_s: float  # that one in a hundred of the newest pieces beats
+    compute_wait_s: float  # seconds in which there was nothing to compute until this link had brought something
 
 
 class LinkMeter:
@@ -75,10 +85,29 @@ class LinkMeter:
         self._recent_bytes = 0.0  # both decay with active time; their ratio is the rate
         self._recent_s = 0.0
         self._fresh_s = 0.0  # active time since the last transfer that counted
+        self._piece_bytes, self._piece_s = 0, 0.0
+        self._pieces: deque[float] = deque(maxlen=_PIECES)  # rates
+        self._peak = self._p99 = 0.0
+        self._urgent = 0
+        self._compute_wait_s = 0.0
 
-    def enqueue(self) -> None:
+    @property
+    def urgent(self) -> bool:
+        """Whether a job that is needed at once has not ended."""
+        return self._urgent > 0
+
+    def enqueue(self, *, urgent: bool = False) -> None:
         """A job for this link was accepted."""
         self._queued += 1
+        self._urgent += urgent
+
+    def settle(self, *, urgent: bool) -> None:
+        """Its end was told: whoever needed it at once needs it no more."""
+        self._urgent -= urgent
+
+    def hold_up(self, seconds: float) -> None:
+        """There was nothing to compute for so long, until a job of this link had ended."""
+        self._compute_wait_s += seconds
 
     def begin(self, now_s: float, waited_s: float) -> None:
         """A job was taken from the queue and runs from now on."""
@@ -97,6 +126,12 @@ class LinkMeter:
             return
         self._bytes += num_bytes
         self._busy_s += seconds
+        self._piece_bytes += num_bytes
+        if self._piece_s >= _PIECE_S:
+            self._pieces.append(self._piece_bytes / self._piece_s)
+            self._peak = max(self._peak, self._pieces[-1])
+            self._p99 = sorted(self._pieces)[int(0.99 * (len(self._pieces) - 1))]
+            self._piece_bytes, self._piece_s = 0, 0.0
         if num_bytes > 0:
             kept = math.exp(-self._fresh_s / _MEMORY_S)
             self._recent_bytes = self._recent_bytes * kept + num_bytes
@@ -116,6 +151,7 @@ class LinkMeter:
         if self._running and now_s > self._seen_s:
             self._active_s += now_s - self._seen_s
             self._fresh_s += now_s - self._seen_s
+            self._piece_s += now_s - self._seen_s
         self._seen_s = now_s
 
     def statistics(self) -> LinkStats:
@@ -130,4 +166,20 @@ class LinkMeter:
             cancelled=self._cancelled,
             queued=self._queued,
             bytes_per_s=self._recent_bytes / self._recent_s if self._recent_s > 0 else 0.0,
+            peak_bytes_per_s=self._peak,
+            p99_bytes_per_s=self._p99,
+            compute_wait_s=self._compute_wait_s,
         )
+
+
+@contextlib.contextmanager
+def held_up(meters: Iterable[LinkMeter], lock: threading.Lock, clock: Callable[[], float]) -> Iterator[None]:
+    """Counts the time of the block for each link that has something urgent when it begins. `lock` guards the meters."""
+    with lock:
+        start_s, late = clock(), [meter for meter in meters if meter.urgent]
+    try:
+        yield
+    finally:
+        with lock:
+            for meter in late:
+                meter.hold_up(clock() - start_s)

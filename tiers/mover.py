@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from tierd.tiers.blocks import host_array
 from tierd.tiers.copies import Crossing, copy_on_host, fill_on_host
 from tierd.tiers.errors import JobCancelled, MoverClosed
 from tierd.tiers.gpu import HostRow, Row
-from tierd.tiers.links import Link, LinkGroup, LinkMeter, LinkStats
+from tierd.tiers.links import Link, LinkGroup, LinkMeter, LinkStats, held_up
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class Job:
         dest: the memory it fills, for `Disturbance`.
         awaited: its submitter takes the end of it from `completion` after `wait_for`; it is never drained.
         completion: how it ended; None before. Set under the mover's lock, once.
+        urgent: whether it was submitted for now or for the next step.
     """
 
     call: Callable[[], object]
@@ -68,6 +70,7 @@ class Job:
     dest: Row | None = None
     awaited: bool = False
     completion: Completion | None = field(default=None, init=False)
+    urgent: bool = field(default=False, init=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -240,8 +243,8 @@ class Mover:
                 self._awaited += 1
             else:
                 self._outstanding += 1
-            job.completion = None
-            self._meters[job.link].enqueue()
+            job.completion, job.urgent = None, klass <= JobClass.NEXT
+            self._meters[job.link].enqueue(urgent=job.urgent)
             if self._dead or self._closing:
                 self._give_up(job, self._dead or MoverClosed("the mover is closed"))
                 return True
@@ -275,7 +278,9 @@ class Mover:
             return bool(self._done)
 
     def wait_for(self, jobs: Iterable[Job], timeout_s: float) -> bool:
-        """Waits until all these awaited jobs have ended, one way or another; False if they have not in time."""
+        """Waits until all these awaited jobs have ended, one way or another; False if they have not in time.
+
+        Whoever computes stands still meanwhile: that is counted for their links."""
         pending = list(jobs)
 
         def ended() -> bool:
@@ -284,7 +289,15 @@ class Mover:
             return not pending
 
         with self._lock:
-            return self._arrived.wait_for(ended, min(timeout_s, threading.TIMEOUT_MAX))
+            start_s, late = self._clock(), {job.link for job in pending if job.completion is None}
+            in_time = self._arrived.wait_for(ended, min(timeout_s, threading.TIMEOUT_MAX))
+            for link in late:
+                self._meters[link].hold_up(self._clock() - start_s)
+            return in_time
+
+    def idle(self) -> AbstractContextManager[None]:
+        """While the submitter has nothing to compute: counted for each link that moves what is needed at once."""
+        return held_up(self._meters.values(), self._lock, self._clock)
 
     def statistics(self) -> dict[Link, LinkStats]:
         """What each link has carried."""
@@ -317,6 +330,7 @@ class Mover:
         # Called with the lock held.
         job = completion.job
         job.completion = completion
+        self._meters[job.link].settle(urgent=job.urgent)
         if job.awaited:
             self._awaited -= 1
         else:

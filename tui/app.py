@@ -28,7 +28,7 @@ from tierd.tui.widgets.chat import Chat
 from tierd.tui.widgets.dialogs import Ask, Confirm, Help
 from tierd.tui.widgets.events import Events, TimeOfDay
 from tierd.tui.widgets.gauges import Gauges
-from tierd.tui.widgets.header import Header
+from tierd.tui.widgets.header import SILENT_S, Header
 from tierd.tui.widgets.keybar import KeyBar
 from tierd.tui.widgets.links import Links
 from tierd.tui.widgets.panel import ListPanel, Panel
@@ -50,6 +50,7 @@ class TopApp(ActingApp):
         time_of_day: Unix time to local time, for the log.
         readonly: no action that changes anything exists.
         keymap: other keys, by the name of the action.
+        silent_s: from this age on data are said to be old; longer than the time between two frames.
     """
 
     CSS = CSS
@@ -91,6 +92,7 @@ class TopApp(ActingApp):
         time_of_day: TimeOfDay,
         readonly: bool = False,
         keymap: Mapping[str, str] = MappingProxyType({}),
+        silent_s: float = SILENT_S,
     ) -> None:
         super().__init__(feed, native_colours=view.look in (Look.ANSI, Look.PLAIN))
         self.keymap = keymap
@@ -102,7 +104,7 @@ class TopApp(ActingApp):
         self.fault: Exception | None = None
         self._clock = clock
         self._arrangement = arrange(80, 24, self.front, alone=False)
-        self._header = Header(view, clock, readonly=readonly)
+        self._header = Header(view, clock, readonly=readonly, silent_s=silent_s)
         self._keybar = KeyBar(view)
         self._panes: dict[str, Panel | Chat] = {  # by hand, for frames still come while the screen is taken down
             "gauges": Gauges(view, id="gauges"),
@@ -184,8 +186,7 @@ class TopApp(ActingApp):
 
     def _tick(self) -> None:
         """Time goes on while nothing arrives."""
-        if self.snapshot.standing.phase is Phase.DISCONNECTED:
-            self._header.repaint()
+        self._header.repaint()
 
     # -- looks -----------------------------------------------------------------------------------------------------
 

@@ -122,12 +122,14 @@ def _run_screen(
     from tierd.tui.feed import ReplayFeed
     from tierd.tui.record import Recording
     from tierd.tui.view import View
+    from tierd.tui.widgets.header import SILENT_S
 
     locale.setlocale(locale.LC_TIME, "")
     feed: Feed = ReplayFeed(Recording(replay)) if replay is not None else _live(model, socket, interval_s, record)
     app = TopApp(
         feed, View(look, ascii_only), clock=time.monotonic, time_of_day=time.localtime,
         readonly=readonly or replay is not None, keymap=keymap.load(_keymap_file(), actions()),
+        silent_s=max(SILENT_S, 2 * interval_s),
     )  # fmt: skip
     asyncio.run(_until_ended(app))
     if app.fault is not None:

@@ -29,6 +29,7 @@ from tierd.tui.wire import (
 )
 
 HISTORY = 240  # samples of a sparkline: one minute at 4 Hz
+WAIT_SHARE = 0.01  # of a frame: below that, waiting for a link is not worth a mark
 MAX_EVENTS = 2000
 MAX_SLOTS = 1 << 24
 
@@ -85,6 +86,7 @@ class LinkView:
     now_bytes_per_s: float | None  # None: there was no earlier frame
     history: tuple[float, ...] = ()  # oldest first
     waits: tuple[bool, ...] = ()  # whether steps waited for it in that time; empty: not reported
+    wait_share: float | None = None  # of the time since the last frame, in which they did
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -109,6 +111,7 @@ class Snapshot:
     prefixes: tuple[PrefixRow, ...] | None = None
     prefixes_version: int = 0
     prefixes_total: int | None = None
+    prefixes_pending: bool = False  # they are being gathered: that there are no rows says nothing
     weights: tuple[WeightRow, ...] | None = None
     plan: tuple[PlanRow, ...] | None = None
     plan_note: str = ""
@@ -190,6 +193,7 @@ class Assembler:
             prefixes=prefixes,
             prefixes_version=version,
             prefixes_total=answer.prefixes.total if answer.prefixes else None,
+            prefixes_pending=answer.prefixes is not None and answer.prefixes.pending,
             weights=answer.weights,
             plan=answer.plan,
             plan_note=answer.plan_note,
@@ -230,15 +234,15 @@ class Assembler:
         elapsed_s = at_s - last.at_s if last else 0.0
         for name, report in engine.links.items():
             before = earlier.get(name)
-            now = None
+            now = wait_share = None
             if before is not None and elapsed_s > 0:
                 now = max(report.total_bytes - before.total_bytes, 0) / elapsed_s
                 self._history.setdefault(name, deque(maxlen=HISTORY)).append(now)
                 if report.compute_wait_s is not None:
-                    waited = report.compute_wait_s > (before.compute_wait_s or 0.0)
-                    self._waits.setdefault(name, deque(maxlen=HISTORY)).append(waited)
+                    wait_share = max(report.compute_wait_s - (before.compute_wait_s or 0.0), 0.0) / elapsed_s
+                    self._waits.setdefault(name, deque(maxlen=HISTORY)).append(wait_share >= WAIT_SHARE)
             history, waits = self._history.get(name, ()), self._waits.get(name, ())
-            views.append(LinkView(name, report, now, tuple(history), tuple(waits)))
+            views.append(LinkView(name, report, now, tuple(history), tuple(waits), wait_share))
         return tuple(views)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.segment import Segment
@@ -44,8 +44,14 @@ class View:
 
     def strip(self, line: Line, width: int) -> Strip:
         """A painted line, exactly `width` cells wide."""
-        segments = [Segment(self.text(text), self.style(role)) for text, role in line if text]
-        return Strip(segments, width_of(line)).adjust_cell_length(width)
+        return self.strip_on(line, width, self.style, None)
+
+    def strip_on(self, line: Line, width: int, style_of: Callable[[str], Style], back: Style | None) -> Strip:
+        """The same on a background: `style_of` gives the style of a role there."""
+        if self.ascii_only:
+            line = [(self.text(text), role) for text, role in line]
+        segments = [Segment(text, style_of(role)) for text, role in line if text]
+        return Strip(segments, width_of(line)).adjust_cell_length(width, back)
 
 
 def width_of(line: Iterable[Span]) -> int:

@@ -10,6 +10,8 @@ The request `top` holds `model` and what the screen has already, so that the dae
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any, TypeVar
 
 import msgspec
@@ -183,6 +185,7 @@ class PrefixTable(msgspec.Struct, frozen=True):
     version: int = 0
     rows: bytes | None = None
     total: int | None = None  # prefixes there are, when not all of them are in `rows`
+    pending: bool = False  # they are being gathered for the first time: no rows does not mean that there are none
 
 
 class EventRow(msgspec.Struct, frozen=True):
@@ -292,6 +295,7 @@ def convert(data: Any, kind: type[_Kind]) -> _Kind:
 
 
 _ROWS = msgspec.msgpack.Decoder(tuple[PrefixRow, ...])
+_PARENT = operator.attrgetter("parent")
 
 
 def prefix_rows(packed: bytes) -> tuple[PrefixRow, ...]:
@@ -300,7 +304,7 @@ def prefix_rows(packed: bytes) -> tuple[PrefixRow, ...]:
         rows = _ROWS.decode(packed)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise ProtocolError(f"prefix rows cannot be read: {exc}") from None
-    if any(row.parent >= place for place, row in enumerate(rows)):
+    if any(map(operator.ge, map(_PARENT, rows), itertools.count())):
         raise ProtocolError("a prefix row stands before its parent")
     return rows
 

@@ -225,7 +225,9 @@ class StepLoop:
         """Take in all that waits; sleep for at most `timeout_s` when nothing does."""
         if timeout_s > 0.0 and not self._cancelled:
             try:
-                self._accept(self._inbox.get(timeout=timeout_s))
+                with self._pager.mover.idle() if len(self._streams) else contextlib.nullcontext():
+                    item = self._inbox.get(timeout=timeout_s)
+                self._accept(item)
             except queue.Empty:
                 return
         # The set first, then the inbox: the request that a cancel means was put there before, so it is found.

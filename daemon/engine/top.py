@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.25
 SORT_EVERY_S = 1.0  # the tree of prefixes: a walk over all pages, in slices
 BUSY_SLICE_S, IDLE_SLICE_S = 0.004, 0.02
+FIRST_BUSY_SLICE_S, FIRST_IDLE_SLICE_S = 0.02, 0.1  # nothing at all is known of the tree: once, 10,000 or 50,000 pages
 TAKEN_AT_ONCE = 4000  # pages
 SHARE = 1 / 400  # of the step thread's time, for looking and for walking
 UNWATCHED_S = 10.0  # nobody has asked for so long: the books need not be followed any more
@@ -153,9 +154,10 @@ class TopBoard:
         self._rest = loop.call_later(UNWATCHED_S + LOOK_EVERY_S, self._leave, engine)
         picture = self._picture
         assert picture is not None  # `refresh` makes one
-        table: dict[str, Any] = {"version": picture.tree.version, "total": picture.tree.total}
-        if asked.prefixes != picture.tree.version:
-            table["rows"] = await self._pack(engine, tokenizer, picture.tree)
+        tree = picture.tree
+        table: dict[str, Any] = {"version": tree.version, "total": tree.total, "pending": tree.version == 0}
+        if asked.prefixes != tree.version:
+            table["rows"] = await self._pack(engine, tokenizer, tree)
         plan = await self._planned(picture)
         return {
             "model": engine.model,
@@ -354,13 +356,15 @@ class TopBoard:
 
     def _sort(self, started_s: float) -> None:
         """Walks on over all pages, for as long as may be; a walk that ends makes a new tree."""
-        clock = self._pager.clock
+        clock, slices = self._pager.clock, (IDLE_SLICE_S, BUSY_SLICE_S)
         if self._walk is None:
+            if self._tree.version == 0:
+                slices = (FIRST_IDLE_SLICE_S, FIRST_BUSY_SLICE_S)
             self._walk, self._unsorted = TreeWalk(self._pager, self._prefixes, self._disk), False
         busy = len(self._streams) > 0
         began_s = clock()
         pause_s = LOOK_EVERY_S
-        if self._walk.go_on(clock, BUSY_SLICE_S if busy else IDLE_SLICE_S):
+        if self._walk.go_on(clock, slices[busy]):
             self._tree, by_tier = self._walk.result(self._version)
             for sketch, (slots, numbers) in zip(self._sketches, by_tier, strict=True):
                 sketch.sort_in(slots, numbers)

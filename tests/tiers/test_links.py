@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from tierd.tiers.links import Link, LinkGroup, LinkMeter
+from tierd.tiers.links import Link, LinkGroup, LinkMeter, held_up
 
 
 def carry(meter: LinkMeter, start_s: float, num_bytes: int, seconds: float, *, failed: bool = False) -> None:
@@ -50,6 +52,41 @@ def test_transfers_at_once_add_up() -> None:
     assert stats.bytes_per_s == pytest.approx(8000, rel=0.2)
     assert stats.active_s == pytest.approx(10.0)
     assert stats.busy_s == pytest.approx(40.0)
+
+
+def test_the_peak_is_the_best_of_many_transfers_and_stays() -> None:
+    meter = LinkMeter()
+    carry(meter, 0.0, 1000, 0.001)
+    assert meter.statistics().peak_bytes_per_s == 0.0  # one short transfer says nothing
+    for number in range(1, 200):
+        carry(meter, float(number), 1000, 0.001)
+    assert meter.statistics().peak_bytes_per_s == pytest.approx(1e6, rel=0.06)
+    for number in range(200, 400):
+        carry(meter, float(number), 100, 0.005)
+    stats = meter.statistics()
+    assert stats.peak_bytes_per_s == pytest.approx(1e6, rel=0.06)
+    assert stats.bytes_per_s < 0.2 * stats.peak_bytes_per_s
+
+
+def test_an_odd_piece_is_the_peak_and_not_what_is_usual() -> None:
+    meter = LinkMeter()
+    for number in range(200):
+        carry(meter, float(number), 9000 if number == 50 else 1000, 0.05)
+    stats = meter.statistics()
+    assert stats.peak_bytes_per_s == pytest.approx(180_000) and stats.p99_bytes_per_s == pytest.approx(20_000)
+
+
+def test_time_is_counted_for_links_that_move_something_urgent() -> None:
+    now, busy, quiet = [0.0], LinkMeter(), LinkMeter()
+    busy.enqueue(urgent=True)
+    quiet.enqueue()
+    with pytest.raises(ValueError), held_up([busy, quiet], threading.Lock(), lambda: now[0]):
+        now[0] = 2.5
+        raise ValueError
+    busy.settle(urgent=True)
+    with held_up([busy, quiet], threading.Lock(), lambda: now[0]):
+        now[0] = 9.0
+    assert [meter.statistics().compute_wait_s for meter in (busy, quiet)] == [2.5, 0.0]
 
 
 def test_every_link_has_a_group() -> None:

@@ -329,3 +329,23 @@ def test_links_measure_the_wait_and_the_work() -> None:
     mover.close()
     stats = mover.statistics()[Link.DISK_WRITE]
     assert (stats.waited_s, stats.busy_s, stats.active_s, stats.total_bytes) == (1.0, 1.0, 2.0, 50)
+
+
+def test_standing_still_for_a_job_is_counted_for_its_link(mover: Mover) -> None:
+    slow = awaited(lambda: time.sleep(0.05))
+    mover.submit(slow, JobClass.NOW)
+    assert mover.wait_for([slow], WAIT_S)
+    waited = {link: stats.compute_wait_s for link, stats in mover.statistics().items()}
+    assert waited.pop(Link.DISK_READ) > 0.02 and not any(waited.values())
+
+
+@pytest.mark.parametrize(("klass", "counts"), [(JobClass.NEXT, True), (JobClass.PREFETCH, False)])
+def test_idling_is_counted_for_what_is_needed_at_once(mover: Mover, klass: JobClass, counts: bool) -> None:
+    gate = threading.Event()
+    mover.submit(job(lambda: gate.wait(WAIT_S)), klass)
+    with mover.idle():
+        gate.set()
+        drain(mover, 1)
+    with mover.idle():
+        pass
+    assert (mover.statistics()[Link.HOST_TO_DEVICE].compute_wait_s > 0.0) is counts

@@ -37,7 +37,7 @@ class FakeFeed:
     def __init__(self, snapshot: Snapshot, standing: Standing) -> None:
         import dataclasses
 
-        self.snapshot = dataclasses.replace(snapshot, standing=standing)
+        self.snapshot = dataclasses.replace(snapshot, standing=standing, at_s=NOW_S)
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.answers: dict[str, dict[str, Any]] = {}
         self.events: list[Event] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from array import array
+from dataclasses import replace
 
 import pytest
 
-from tierd.tui.pages import Kind, Order, Ordered, cell_kind, kind_of, level, missing_for, pages_a_cell, places
+from tierd.tui.pages import Cells, Kind, Order, cell_kind, kind_of, level, missing_for, pages_a_cell, places
 from tierd.tui.snapshot import ArenaMap
 from tierd.tui.wire import CELL_KEPT, CELL_MOVING, DAMAGED, DRAINING, FILLING, FREE, IDLE, PINNED, PRIVATE
 
@@ -37,7 +39,7 @@ def test_a_cell_always_shows_a_damaged_page() -> None:
 def test_the_newest_pages_come_first_by_age_and_free_ones_last() -> None:
     found = arena([IDLE, FREE, IDLE, IDLE], used=[5, 9, 0, 7])
     order = places(Order.AGE, found)
-    assert order is not None and list(order) == [3, 0, 1, 2]
+    assert order is not None and list(order) == [3, 0, 2, 1]
 
 
 def test_pages_of_a_request_stand_together() -> None:
@@ -55,9 +57,38 @@ def test_an_order_that_the_daemon_does_not_report_is_that_of_addresses() -> None
 
 def test_slots_and_places_are_each_others_inverse() -> None:
     found = arena([IDLE] * 6, used=[3, 9, 1, 8, 2, 7])
-    ordered = Ordered.of(found, Order.AGE, places(Order.AGE, found))
-    assert [ordered.place(ordered.slot(place)) for place in range(6)] == list(range(6))
-    assert list(ordered.used) == [9, 8, 7, 3, 2, 1]
+    cells = Cells(found, places(Order.AGE, found), 1, 10.0)
+    assert [cells.place(cells.slot(place)) for place in range(6)] == list(range(6))
+    assert [found.used[cells.slot(place)] for place in range(6)] == [9, 8, 7, 3, 2, 1]
+
+
+@pytest.mark.parametrize("order", [Order.ADDRESS, Order.AGE])
+@pytest.mark.parametrize("size", [1, 8])
+def test_cells_that_follow_look_like_new_ones(order: Order, size: int) -> None:
+    chance = random.Random(7)
+    kinds = [FREE, PRIVATE, PINNED, IDLE, DAMAGED]
+    cells, used = chance.choices(kinds, k=203), [chance.randint(0, 900) for _ in range(203)]
+    found = arena(cells, used)
+    given = places(order, found)
+    following = Cells(found, given, size, 900.0)
+    for version in range(2, 30):
+        changed = array("I", sorted(chance.sample(range(203), 5)))
+        for slot in changed:
+            cells[slot], used[slot] = chance.choice(kinds), chance.randint(0, 900 + version)
+        clock_s = 900.0 + version
+        now = replace(arena(cells, used), version=version, base=version - 1, changed=changed)
+        assert following.follow(now, clock_s)
+        made = Cells(now, given, size, clock_s)
+        stepped = int(clock_s) % 5 == 0  # else brightness may be as it was some seconds ago
+        shift = 0 if stepped else 2
+        assert [look >> shift for look in following.looks] == [look >> shift for look in made.looks]
+
+
+def test_cells_do_not_follow_a_map_that_tells_of_changes_to_another() -> None:
+    held = Cells(arena([IDLE] * 4, used=[1] * 4), None, 1, 9.0)
+    later = replace(arena([FREE] * 4, used=[0] * 4), version=3, base=2)
+    assert not held.follow(later, 9.0)
+    assert not held.follow(replace(later, base=-1), 9.0)
 
 
 @pytest.mark.parametrize(("age_s", "wanted"), [(0, 3), (10, 3), (11, 2), (60, 2), (600, 1), (601, 0)])

@@ -9,10 +9,23 @@ from tierd.tui.snapshot import Phase, Snapshot
 from tierd.tui.view import Line, View, most, spread, width_of
 from tierd.tui.widgets.panel import Panel
 
+SILENT_S = 3.0  # a daemon that has not answered for so long, the connection standing: what is shown is old
 
-def paint(snapshot: Snapshot, view: View, width: int, *, now_s: float, paused: bool, readonly: bool) -> list[Line]:
-    """Two lines. `now_s` is a time of the feed's clock."""
-    return [_first(snapshot, view, width), _second(snapshot, view, width, now_s, paused, readonly)]
+
+def paint(
+    snapshot: Snapshot, view: View, width: int, *, now_s: float, paused: bool, readonly: bool,
+    silent_s: float = SILENT_S,
+) -> list[Line]:  # fmt: skip
+    """Two lines. `now_s` is a time of the feed's clock; data that are older than `silent_s` are said to be old."""
+    age_s = now_s - snapshot.at_s
+    marks: list[Line] = []
+    if paused:
+        marks.append([("PAUSED", "warn")])
+    elif age_s >= silent_s:
+        marks.append([(f"no answer for {duration(age_s)}", "warn")])
+    if readonly:
+        marks.append([("readonly", "dim")])
+    return [_first(snapshot, view, width), _second(snapshot, view, width, now_s, marks)]
 
 
 def _first(snapshot: Snapshot, view: View, width: int) -> Line:
@@ -57,7 +70,7 @@ def _health(state: str) -> str:
             return "warn"
 
 
-def _second(snapshot: Snapshot, view: View, width: int, now_s: float, paused: bool, readonly: bool) -> Line:
+def _second(snapshot: Snapshot, view: View, width: int, now_s: float, marks: list[Line]) -> Line:
     standing = snapshot.standing
     match standing.phase:
         case Phase.CONNECTING:
@@ -71,16 +84,11 @@ def _second(snapshot: Snapshot, view: View, width: int, now_s: float, paused: bo
             left: Line = [("REPLAY ", "key"), (f"frame {standing.place + 1} of {standing.places}", "strong")]
             return spread(left, [("space play, [ ] step", "dim")] if width >= 60 else [], width)
         case Phase.LIVE:
-            return _live(snapshot, width, paused, readonly)
+            return _live(snapshot, width, marks)
 
 
-def _live(snapshot: Snapshot, width: int, paused: bool, readonly: bool) -> Line:
+def _live(snapshot: Snapshot, width: int, marks: list[Line]) -> Line:
     daemon, engine = snapshot.daemon, snapshot.engine
-    marks: list[Line] = []
-    if paused:
-        marks.append([("PAUSED", "warn")])
-    if readonly:
-        marks.append([("readonly", "dim")])
     facts: list[Line] = []
     if engine is not None:
         if engine.failures:
@@ -110,13 +118,16 @@ class Header(Panel, can_focus=False):
     NAME = ""
     HELP = "Model, state, tokens per second computed (in) and written (out), requests that run and wait."
 
-    def __init__(self, view: View, clock: Callable[[], float], *, readonly: bool) -> None:
+    def __init__(self, view: View, clock: Callable[[], float], *, readonly: bool, silent_s: float) -> None:
         super().__init__(view, id="header")
         self._clock = clock
+        self._silent_s = silent_s
         self._readonly = readonly
         self.paused = False
 
     def paint(self, width: int, height: int) -> list[Line]:
         """Both lines."""
-        now_s = self._clock()
-        return paint(self.snapshot, self.view, width, now_s=now_s, paused=self.paused, readonly=self._readonly)
+        return paint(
+            self.snapshot, self.view, width, now_s=self._clock(), paused=self.paused, readonly=self._readonly,
+            silent_s=self._silent_s,
+        )  # fmt: skip

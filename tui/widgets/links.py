@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierd.tui.format import amount, bandwidth, percent
-from tierd.tui.snapshot import LinkView, Snapshot
+from tierd.tui.snapshot import WAIT_SHARE, LinkView, Snapshot
 from tierd.tui.view import Line, View, most, spread
 from tierd.tui.widgets.panel import Panel
 
@@ -45,6 +45,8 @@ def _figures(link: LinkView, width: int) -> Line:
     right: list[Line] = [[(bandwidth(link.now_bytes_per_s), "strong")]]
     if report.peak_bytes_per_s and link.now_bytes_per_s is not None:
         right.append([(f"{percent(link.now_bytes_per_s, report.peak_bytes_per_s)} of peak", "text")])
+    if link.wait_share is not None and link.wait_share >= WAIT_SHARE:
+        right.append([(f"compute waits {percent(link.wait_share, 1.0)}", "bad")])
     if report.queued:
         right.append([("queue ", "dim"), (amount(report.queued), "text")])
     if report.errors:
@@ -98,9 +100,9 @@ class Links(Panel):
 
     NAME = "links"
     HELP = (
-        "Bytes per second between the tiers: now (over the last frame), the moving average of single transfers (mean), "
-        "and the share of the measured peak when the daemon reports one. The newest sample is at the right; a wedge "
-        "marks a frame in which a step had to wait for this link."
+        "Bytes per second between the tiers: now (over the last frame), lately while it was active (mean), what few "
+        "pieces beat (p99), and the share of the best rate that the daemon measured (peak). The newest sample stands "
+        "at the right; a wedge marks a frame in which there was nothing to compute until this link had brought more."
     )
 
     def paint(self, width: int, height: int) -> list[Line]:

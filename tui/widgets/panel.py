@@ -32,6 +32,7 @@ class Panel(Widget, can_focus=True):
         self._lines: list[Line] | None = None
         self._painted_for = (0, 0)
         self._back: Style | None = None  # the background, which costs half a millisecond to find out
+        self._styles: dict[str, Style] = {}  # of roles, on that background
         self._strips: dict[int, Strip] = {}
         self.border_title = self.NAME
 
@@ -48,6 +49,7 @@ class Panel(Widget, can_focus=True):
         """Draw in another way from now on."""
         self.view = view
         self._lines = None
+        self._styles.clear()
         self._strips.clear()
         self.refresh()
 
@@ -81,13 +83,20 @@ class Panel(Widget, can_focus=True):
         if strip is None or strip.cell_length != width:
             if self._back is None:
                 self._back = Style(bgcolor=self.rich_style.bgcolor)
-            strip = self._strips[y] = self.view.strip(self._lines[y], width).apply_style(self._back)
+            strip = self._strips[y] = self.view.strip_on(self._lines[y], width, self._style, self._back)
         return strip
+
+    def _style(self, role: str) -> Style:
+        if (found := self._styles.get(role)) is None:
+            assert self._back is not None
+            found = self._styles[role] = self._back + self.view.style(role)
+        return found
 
     def notify_style_update(self) -> None:
         """The theme changed, or the focus."""
         super().notify_style_update()
         self._back = None
+        self._styles.clear()
         self._strips.clear()
 
     def _painted(self, width: int, height: int) -> list[Line]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -14,7 +16,13 @@ from tierd.tui.wire import PrefixRow
 
 LARGE = 1000  # rows from which on the tree is made anew every `REBUILD_S` at the most: 10,000 rows take 50 ms
 REBUILD_S = 4.0
-SORTS = ("recent", "hits", "tokens", "bytes")
+_WORTHS: dict[str, Callable[[PrefixRow], float]] = {  # the best first
+    "recent": attrgetter("used_s"),
+    "hits": attrgetter("hits"),
+    "tokens": attrgetter("tokens"),
+    "bytes": lambda row: row.device_bytes + row.host_bytes + row.nvme_bytes,
+}
+SORTS = tuple(_WORTHS)
 _FIGURES_FROM = 64  # cells
 
 
@@ -26,7 +34,8 @@ class Tree:
 
     def __init__(self, rows: tuple[PrefixRow, ...], sort: str, wanted: str, folded: frozenset[bytes]) -> None:
         self.rows = rows
-        best = [_worth(row, sort) for row in rows]
+        worth = _WORTHS[sort]
+        best = [worth(row) for row in rows]
         parents = [row.parent for row in rows]
         for index in range(len(rows) - 1, -1, -1):  # a parent is worth what its best child is: they stand together
             parent = parents[index]
@@ -65,18 +74,6 @@ class Tree:
                     found.add(index)
                     index = self.rows[index].parent
         return found
-
-
-def _worth(row: PrefixRow, sort: str) -> float:
-    match sort:
-        case "hits":
-            return row.hits
-        case "tokens":
-            return row.tokens
-        case "bytes":
-            return row.device_bytes + row.host_bytes + row.nvme_bytes
-        case _:
-            return row.used_s
 
 
 class Prefixes(ListPanel):
@@ -185,12 +182,14 @@ class Prefixes(ListPanel):
         if self.snapshot.engine is None:
             return [[("no engine", "dim")]]
         if self.snapshot.prefixes is None:
-            return unreported(self.snapshot, width)
+            return [*counted(self.snapshot), *not_reported("prefix rows", width)]
+        if self.snapshot.prefixes_pending:
+            return [*counted(self.snapshot), [("the tree is being gathered", "dim")]]
         return [[("no prefix matches" if self.filter else "nothing is remembered yet", "dim")]]
 
 
-def unreported(snapshot: Snapshot, width: int) -> list[Line]:
-    """What the counters tell all the same."""
+def counted(snapshot: Snapshot) -> list[Line]:
+    """What the counters tell all the same, while there are no rows."""
     lines: list[Line] = []
     pager = snapshot.engine.pager if snapshot.engine else None
     if pager is not None:
@@ -204,4 +203,4 @@ def unreported(snapshot: Snapshot, width: int) -> list[Line]:
         lines.append(hits)
         if pager.lookup_tokens:
             lines.append([(f"of {amount(pager.lookup_tokens)} asked for", "dim")])
-    return [*lines, *not_reported("prefix rows", width)]
+    return lines

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+import re
+from array import array
+from typing import ClassVar, NamedTuple
 
 from textual import events
 from textual.binding import Binding, BindingType
@@ -12,29 +12,17 @@ from textual.binding import Binding, BindingType
 from tierd.tui.format import amount
 from tierd.tui.glyphs import TIER_NAMES, TIERS
 from tierd.tui.messages import PageWanted
-from tierd.tui.pages import (
-    UNKNOWN_LEVEL,
-    Kind,
-    Order,
-    Ordered,
-    cell_kind,
-    level,
-    missing_for,
-    pages_a_cell,
-    places,
-)
+from tierd.tui.pages import Cells, Kind, Order, missing_for, pages_a_cell, places
 from tierd.tui.snapshot import ArenaMap, Snapshot
 from tierd.tui.view import Line, Span, View, joined, most, not_reported, width_of
 from tierd.tui.widgets.page_detail import detail_lines
 from tierd.tui.widgets.panel import Panel
 from tierd.tui.wire import PageDetail
 
-if TYPE_CHECKING:
-    from tierd.tui.pages import Places
-
 REORDER_S = 2.0  # pages stay where they are for so long, though they are used: an eye can follow them
-AGE_STEP_S = 5  # brightness is looked at again in such steps
+REORDER_PAGES_PER_S = 10_000  # and those of a large tier for longer: sorting takes some us a page
 MAX_DRAWN_ROWS = 2000
+_RUNS = re.compile(rb"(.)\1*", re.DOTALL)  # of cells that look alike
 
 
 class Row(NamedTuple):
@@ -45,15 +33,13 @@ class Row(NamedTuple):
     stop: int
 
 
-class Drawn(NamedTuple):
-    """A line of cells as it was drawn last, and what it was drawn from."""
+class Sorted(NamedTuple):
+    """The slots of a tier in an order, as they were at a time."""
 
-    made_for: tuple[int, int, int, bool]  # pages a cell, step of time, pages, whether last uses are known
-    version: int  # of the map, as it stands by address; -1 for another order
-    kinds: bytes
-    used: bytes
-    spans: list[Span]
-    line: Line
+    order: Order
+    slots: int
+    at_s: float
+    given: array[int] | None
 
 
 class Residency(Panel):
@@ -86,21 +72,20 @@ class Residency(Panel):
         self.cursor: tuple[str, int] | None = None  # tier and slot
         self.detail: PageDetail | None = None  # of the page under the cursor
         self.detail_note = ""
-        self._ordered: dict[str, Ordered] = {}
-        self._kept_places: dict[str, tuple[Order, int, float, Places | None]] = {}
+        self._cells: dict[str, Cells] = {}
+        self._sorted: dict[str, Sorted] = {}
         self._rows: list[Row] = []
         self._first = 0
         self._sizes: dict[str, int] = {}  # pages a cell
         self._width = 1
-        self._drawn: dict[tuple[str, int], Drawn] = {}  # by tier and first cell
-        self._news: dict[str, dict[int, list[int]]] = {}  # by tier and first cell of a line: cells that changed
+        self._drawn: dict[tuple[str, int], tuple[bytes, Line]] = {}  # by tier and first cell: looks, and their line
+        self._spans: dict[str, list[Span]] = {}  # by tier: how each look is drawn
 
     # -- data ------------------------------------------------------------------------------------------------------
 
     def show(self, snapshot: Snapshot) -> None:
         """Take in new data; the cursor stays on its page."""
         self.snapshot = snapshot
-        self._ordered.clear()
         if self.cursor is not None:
             found = snapshot.map_of(self.cursor[0])
             if found is None or self.cursor[1] >= found.slots:
@@ -110,20 +95,25 @@ class Residency(Panel):
     def look(self, view: View) -> None:
         """Draw in another way from now on."""
         self._drawn.clear()
+        self._spans.clear()
         super().look(view)
 
-    def ordered(self, tier: str) -> Ordered:
-        """A tier's map in the order that is wanted."""
-        if tier not in self._ordered:
-            found = self.snapshot.map_of(tier)
-            assert found is not None
-            order, slots, at_s, given = self._kept_places.get(tier, (None, 0, 0.0, None))
-            now_s = self.snapshot.at_s
-            if order is not self.order or slots != found.slots or not 0 <= now_s - at_s < REORDER_S:
-                given = places(self.order, found)
-                self._kept_places[tier] = (self.order, found.slots, now_s, given)
-            self._ordered[tier] = Ordered.of(found, self.order, given)
-        return self._ordered[tier]
+    def cells(self, tier: str) -> Cells:
+        """The cells of a tier, of the newest map in the order that is wanted."""
+        found, size = self.snapshot.map_of(tier), self._sizes.get(tier, 1)
+        assert found is not None
+        given, held, clock_s = self._in_order(found), self._cells.get(tier), self.snapshot.clock_s
+        if held is None or held.given is not given or held.size != size or not held.follow(found, clock_s):
+            held = self._cells[tier] = Cells(found, given, size, clock_s)
+        return held
+
+    def _in_order(self, found: ArenaMap) -> array[int] | None:
+        """The slots in the order that is wanted, sorted now or a moment ago."""
+        held, now_s = self._sorted.get(found.tier), self.snapshot.at_s
+        stays_s = max(REORDER_S, found.slots / REORDER_PAGES_PER_S)
+        if held is None or held[:2] != (self.order, found.slots) or not 0 <= now_s - held.at_s < stays_s:
+            held = self._sorted[found.tier] = Sorted(self.order, found.slots, now_s, places(self.order, found))
+        return held.given
 
     # -- painting --------------------------------------------------------------------------------------------------
 
@@ -148,7 +138,6 @@ class Residency(Panel):
         self._scroll(room)
         if len(self._drawn) > MAX_DRAWN_ROWS:
             self._drawn.clear()
-        self._news = {found.tier: self._changed(found) for found in maps} if self.order is Order.ADDRESS else {}
         lines = [self._line(row) for row in self._rows[self._first : self._first + room]]
         lines += [[] for _ in range(room - len(lines))]
         return [*lines, *below]
@@ -200,61 +189,30 @@ class Residency(Panel):
             return most(parts, self._width)
         line = self._cells_line(row)
         if self.cursor is not None and self.cursor[0] == row.tier:
-            at = self.ordered(row.tier).place(self.cursor[1]) // self._sizes[row.tier]
+            at = self.cells(row.tier).place(self.cursor[1]) // self._sizes[row.tier]
             if row.first <= at < row.stop:
                 line = _with_cursor(line, at - row.first, self.view.glyphs.cursor)
         return line
 
-    def _changed(self, found: ArenaMap) -> dict[int, list[int]]:
-        """By line (its first cell), the cells with pages that are not as in the version before."""
-        size, width = self._sizes[found.tier], self._width
-        lines: dict[int, list[int]] = {}
-        for cell in {slot // size for slot in found.changed}:
-            lines.setdefault(cell - cell % width, []).append(cell % width)
-        return lines
-
     def _cells_line(self, row: Row) -> Line:
-        """The cells of a line. Only those are worked out whose pages changed since they were drawn last."""
-        ordered, size, clock_s = self.ordered(row.tier), self._sizes[row.tier], self.snapshot.clock_s
-        found, by_address = ordered.found, self.order is Order.ADDRESS
-        first, stop = row.first * size, min(row.stop * size, found.slots)
-        step = int(clock_s) // AGE_STEP_S if clock_s is not None and found.used else 0
-        made_for = (size, step, stop - first, bool(found.used))
+        """The cells of a line, drawn anew only when one of them looks different."""
+        looks = bytes(self.cells(row.tier).looks[row.first : row.stop])
         drawn = self._drawn.get((row.tier, row.first))
-        told: Sequence[int] | None = None  # cells that may have changed, when that is known
-        if drawn is not None and drawn.made_for == made_for and by_address and drawn.version >= 0 <= found.base:
-            if drawn.version == found.version:
-                told = ()
-            elif drawn.version == found.base:
-                told = self._news[row.tier].get(row.first, ())
-        if drawn is not None and told == ():
-            self._drawn[row.tier, row.first] = drawn._replace(version=found.version)
-            return drawn.line
-        kinds, used = ordered.kinds[first:stop], bytes(ordered.used[first:stop])
-        recent = memoryview(used).cast("I")
-        if drawn is None or drawn.made_for != made_for:
-            spans = [self._cell(row.tier, kinds, recent, start, size) for start in range(0, len(kinds), size)]
-        elif drawn.kinds == kinds and drawn.used == used:
-            self._drawn[row.tier, row.first] = drawn._replace(version=found.version if by_address else -1)
-            return drawn.line
-        else:
-            spans = drawn.spans
-            for cell in range(len(spans)) if told is None else told:
-                start, end = cell * size, (cell + 1) * size
-                old = drawn.kinds[start:end], drawn.used[4 * start : 4 * end]
-                if old != (kinds[start:end], used[4 * start : 4 * end]):
-                    spans[cell] = self._cell(row.tier, kinds, recent, start, size)
-        line = [("".join(text for text, _ in group), role) for role, group in itertools.groupby(spans, _role)]
-        version = found.version if by_address else -1
-        self._drawn[row.tier, row.first] = Drawn(made_for, version, kinds, used, spans, line)
+        if drawn is not None and drawn[0] == looks:
+            return drawn[1]
+        if (spans := self._spans.get(row.tier)) is None:
+            spans = [self._span(row.tier, Kind(look // 4), look % 4) for look in range(4 * len(Kind))]
+            self._spans[row.tier] = spans
+        line: Line = []
+        for run in _RUNS.finditer(looks):
+            start, stop = run.span()
+            glyph, role = spans[looks[start]]
+            if line and line[-1][1] == role:
+                line[-1] = (line[-1][0] + glyph * (stop - start), role)
+            else:
+                line.append((glyph * (stop - start), role))
+        self._drawn[row.tier, row.first] = (looks, line)
         return line
-
-    def _cell(self, tier: str, kinds: bytes, used: memoryview, start: int, size: int) -> Span:
-        kind = Kind(kinds[start]) if size == 1 else cell_kind(kinds[start : start + size])
-        recent = UNKNOWN_LEVEL
-        if used and kind in (Kind.LIVE, Kind.IDLE):
-            recent = level(max(used[start : start + size]), self.snapshot.clock_s)
-        return self._span(tier, kind, recent)
 
     def _span(self, tier: str, kind: Kind, recent: int) -> Span:
         g = self.view.glyphs
@@ -281,7 +239,7 @@ class Residency(Panel):
         if self.cursor is None:
             return None
         tier, slot = self.cursor
-        cell = self.ordered(tier).place(slot) // self._sizes[tier]
+        cell = self.cells(tier).place(slot) // self._sizes[tier]
         for y, row in enumerate(self._rows):
             if row.tier == tier and row.first <= cell < row.stop and row.first >= 0:
                 return y, cell - row.first
@@ -296,9 +254,9 @@ class Residency(Panel):
     def _put(self, y: int, x: int) -> None:
         """Place the cursor on a cell of the map."""
         row = self._rows[y]
-        ordered = self.ordered(row.tier)
+        cells = self.cells(row.tier)
         place = (row.first + min(x, row.stop - row.first - 1)) * self._sizes[row.tier]
-        self.jump(row.tier, ordered.slot(min(place, ordered.found.slots - 1)))
+        self.jump(row.tier, cells.slot(min(place, cells.found.slots - 1)))
 
     def jump(self, tier: str, slot: int) -> None:
         """Place the cursor on a page; does nothing when the daemon does not report it."""
@@ -320,11 +278,11 @@ class Residency(Panel):
         y, x = at
         if dx:
             tier, _ = self.cursor or ("", 0)
-            ordered = self.ordered(tier)
+            cells = self.cells(tier)
             row = self._rows[y]
             place = (row.first + x + dx) * self._sizes[tier]
-            if 0 <= place < ordered.found.slots:
-                self.jump(tier, ordered.slot(place))
+            if 0 <= place < cells.found.slots:
+                self.jump(tier, cells.slot(place))
             return
         target = min(max(y + dy, 0), len(self._rows) - 1)
         while 0 <= target < len(self._rows) and self._rows[target].first < 0:
@@ -348,7 +306,6 @@ class Residency(Panel):
         """The next order."""
         every = list(Order)
         self.order = every[(every.index(self.order) + 1) % len(every)]
-        self._ordered.clear()
         self.repaint()
 
     def on_click(self, event: events.Click) -> None:
@@ -364,10 +321,6 @@ class Residency(Panel):
     def on_mouse_scroll_down(self) -> None:
         """The wheel moves the cursor."""
         self.action_step(0, 2)
-
-
-def _role(span: Span) -> str:
-    return span[1]
 
 
 def _with_cursor(line: Line, x: int, glyph: str) -> Line:

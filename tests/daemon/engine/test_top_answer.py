@@ -16,11 +16,13 @@ import pytest
 from tests.daemon.engine.books import PROMPT, expected_cells, expected_on_disk, look
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
+from tierd.daemon.engine import top
 from tierd.daemon.errors import BadRequest, NotFound
 from tierd.tiers.arena import SlotState
+from tierd.tiers.links import Link
 from tierd.tiers.page import Tier
 from tierd.tiers.pager import Pager
-from tierd.tui.snapshot import Assembler
+from tierd.tui.snapshot import Assembler, LinkView
 from tierd.tui.wire import DaemonReport, EngineReport, PageDetail, TopAnswer, convert, prefix_rows
 
 
@@ -226,6 +228,53 @@ async def test_weights_and_plan_are_told_with_what_they_rest_on(live: Live, toke
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("slice_s", [top.FIRST_IDLE_SLICE_S, 0.0])
+async def test_the_first_answer_has_the_tree_or_says_that_it_is_to_come(
+    live: Live, tokenizer: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, slice_s: float
+) -> None:
+    monkeypatch.setattr(top, "FIRST_IDLE_SLICE_S", slice_s)
+    board, engine, screen = live.engine.top, live.engine, Assembler()
+    report = DaemonReport(model=engine.model, engines=(EngineReport(engine.model, "ready", 7),))
+    live.run([{"tokens": [*PROMPT, 60 + number], "max_tokens": 2} for number in range(3)])
+    live.flush()
+    shown = screen.take(1.0, None, report, convert(await board.answer(engine, tokenizer, {}), TopAnswer))
+    assert shown.prefixes_pending == (slice_s == 0.0) == (not shown.prefixes)
+    async with asyncio.timeout(30.0):
+        while shown.prefixes_pending:
+            live.engine.loop.call(lambda: setattr(board, "_due_s", 0.0)).result(10.0)
+            have = {"prefixes": screen.snapshot.prefixes_version}
+            answer = convert(await board.answer(engine, tokenizer, have), TopAnswer)
+            shown = screen.take(2.0, None, report, answer)
+    assert shown.prefixes
+
+
+async def test_links_tell_what_they_can_do_and_when_computing_waits_for_them(
+    model: Path, tmp_path: Path, tokenizer: ThreadPoolExecutor
+) -> None:
+    with Live(model, tmp_path / "cache", device=32, host=0, nvme=64) as live:
+        engine, board, screen = live.engine, live.engine.top, Assembler()
+
+        async def look(at_s: float) -> dict[str, LinkView]:
+            live.engine.loop.call(lambda: setattr(board, "_due_s", 0.0)).result(10.0)
+            answer = convert(await board.answer(engine, tokenizer, {}), TopAnswer)
+            report = EngineReport(model=answer.model, state="ready", pid=1)
+            seen = screen.take(at_s, None, DaemonReport(model=answer.model, pid=1, engines=(report,)), answer)
+            return {link.name: link for link in seen.links}
+
+        live.run([{"tokens": PROMPT, "max_tokens": 2}])
+        live.flush()
+        live.clear_device()
+        before = await look(0.0)
+        assert before["disk_read"].report.compute_wait_s == 0.0
+        engine.pager.mover._before = lambda job: time.sleep(0.05 * (job.link is Link.DISK_READ))
+        live.run([{"tokens": PROMPT, "max_tokens": 2}])
+        after = await look(1.0)
+        read, written = after["disk_read"], after["disk_write"]
+        assert (read.report.compute_wait_s or 0.0) > 0.02 and read.waits[-1]
+        assert (read.report.peak_bytes_per_s or 0.0) >= (read.report.p99_bytes_per_s or 0.0) > 0.0
+        assert written.report.compute_wait_s == 0.0 and not any(written.waits)
+
+
 async def test_watching_costs_less_than_one_part_in_200_of_the_step_thread(
     live: Live, tokenizer: ThreadPoolExecutor
 ) -> None:

@@ -56,5 +56,11 @@ def test_modes_are_shown(busy: Snapshot) -> None:
     assert text(busy, paused=True, readonly=True)[1].endswith("PAUSED  readonly")
 
 
+def test_data_that_are_old_are_said_to_be(busy: Snapshot) -> None:
+    assert "no answer" not in text(replace(busy, at_s=17.5))[1]
+    assert text(replace(busy, at_s=15.5))[1].endswith("no answer for 4.5s")
+    assert "no answer" not in text(replace(busy, at_s=15.5), paused=True)[1]
+
+
 def test_a_replay_tells_its_place(busy: Snapshot) -> None:
     assert "frame 3 of 9" in text(replace(busy, standing=Standing(Phase.REPLAY, place=2, places=9)))[1]

@@ -81,5 +81,12 @@ def test_without_rows_the_counters_tell_and_the_rest_is_not_reported() -> None:
     assert "7 pages known, 3 look-ups" in text and "prefix rows: not reported by this daemon" in text
 
 
+def test_a_tree_that_is_still_gathered_is_not_said_to_be_empty() -> None:
+    found = Prefixes(View(), id="prefixes")
+    found.snapshot = Snapshot(engine=EngineReport(model="m", state="ready"), prefixes=(), prefixes_pending=True)
+    said = " ".join(text for line in found.paint(60, 10) for text, _ in line)
+    assert "being gathered" in said and "nothing is remembered" not in said
+
+
 def test_nothing_remembered_is_not_the_same() -> None:
     assert panel(()).paint(60, 10) == [[("nothing is remembered yet", "dim")]]

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import unicodedata
 
+from tierd.daemon.units import human_bytes
+
 UNKNOWN = "–"
 
 
 def size(count: float | None) -> str:
-    """Bytes in binary units: `812 B`, `1.5 GiB`."""
-    if count is None:
-        return UNKNOWN
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1000 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" or abs(count) >= 100 else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+    """Bytes as everywhere in tierd, in decimal units: `812 B`, `1.5 GB`."""
+    return UNKNOWN if count is None else human_bytes(count)
 
 
 def amount(count: float | None) -> str:
@@ -39,7 +35,7 @@ def rate(per_s: float | None) -> str:
 
 
 def bandwidth(bytes_per_s: float | None) -> str:
-    """`1.2 GiB/s`."""
+    """`1.2 GB/s`."""
     return UNKNOWN if bytes_per_s is None else f"{size(bytes_per_s)}/s"
 
 

@@ -15,7 +15,7 @@ SNAPSHOT = Snapshot(engine=EngineReport(model="m", state="ready"))
 def test_a_question_about_a_prefix_names_its_text_and_size() -> None:
     row = PrefixRow(b"\xab" * 16, -1, 2048, 3, 1 << 20, 0, 1 << 20, 0.0, False, "", "Call me\nIshmael")
     request = actions.on_prefix("drop", row, SNAPSHOT)
-    assert "“Call me Ishmael”, 2048 tokens, 2.0 MiB?" in request.question
+    assert "“Call me Ishmael”, 2048 tokens, 2.1 MB?" in request.question
     assert request.args == {"model": "m", "action": "drop", "id": "ab" * 16}
 
 

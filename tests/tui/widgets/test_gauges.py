@@ -44,7 +44,7 @@ def test_a_mark_at_the_very_end_stays_on_the_bar() -> None:
 def test_weights_count() -> None:
     report = tier(100, 50, 0, weights_bytes=100 << 20)
     assert drawn(report, 8) == "▚▚▚▚██··"
-    assert "150 MiB of 200 MiB" in lines(3, device=report)[0]
+    assert "157 MB of 210 MB" in lines(3, device=report)[0]
     assert "75%" in lines(3, device=report)[0]
 
 
@@ -56,9 +56,9 @@ def test_details_come_with_room() -> None:
     tiers = {"device": tier(100, 50, 25, evictions=7), "nvme": tier(10, 0, 5)}
     assert len(lines(2, 90, **tiers)) == 2
     text = lines(8, 90, **tiers)
-    assert text[1].split() == ["█", "live", "50.0", "MiB", "▆", "cached", "25.0", "MiB", "·", "free", "25.0", "MiB",
+    assert text[1].split() == ["█", "live", "52.4", "MB", "▆", "cached", "26.2", "MB", "·", "free", "26.2", "MB",
                                "evicted", "7"]  # fmt: skip
-    assert "pages 5.0 MiB" in text[4]
+    assert "pages 5.2 MB" in text[4]
 
 
 def test_without_a_model_nothing_is_drawn() -> None:

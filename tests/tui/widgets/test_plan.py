@@ -20,7 +20,7 @@ def test_what_was_planned_stands_beside_what_is() -> None:
     plan = (PlanRow("restore", "ms", 0.84, 1.25), PlanRow("read", "bytes/s", 2e9), PlanRow("wait", "s", 1.0, 0.0))
     note = "planned from rates measured on this model"
     assert text(Snapshot(engine=ENGINE, plan=plan, plan_note=note)) == [
-        "restore 0.84 ms planned 1.25 ms measured", "read 1.9 GiB/s planned not measured yet",
+        "restore 0.84 ms planned 1.25 ms measured", "read 2.0 GB/s planned not measured yet",
         "wait 1 s planned 0 s measured", note, "weights by layer: not reported by this daemon",
     ]  # fmt: skip
 
@@ -28,7 +28,7 @@ def test_what_was_planned_stands_beside_what_is() -> None:
 def test_an_expert_tells_how_often_it_was_there() -> None:
     weights = (WeightRow("layer 3 expert 7", 7 << 20, "host", 3, 4), WeightRow("layer 4", 1 << 20, "device"))
     assert text(Snapshot(engine=ENGINE, weights=weights))[2:] == [
-        "layer 3 expert 7 there 75% 7.0 MiB RAM", "layer 4 1.0 MiB device"
+        "layer 3 expert 7 there 75% 7.3 MB RAM", "layer 4 1.0 MB device"
     ]  # fmt: skip
 
 
@@ -36,9 +36,9 @@ def test_records_are_summed_up_by_tier_and_what_is_read_in_every_pass_is_called_
     weights = (WeightRow("layer.0", 4 << 20, "device"), *(WeightRow(f"layer.{n}", 2 << 20, "nvme") for n in (1, 2)))
     told = text(Snapshot(engine=ENGINE, weights=weights, plan=(), plan_note="there is no plan: it does not fit"))
     assert told[:2] == [
-        "there is no plan: it does not fit", "weights 1 in device 4.0 MiB 2 streamed from disk 4.0 MiB"
+        "there is no plan: it does not fit", "weights 1 in device 4.2 MB 2 streamed from disk 4.2 MB"
     ]  # fmt: skip
-    assert told[2:] == ["layer 0 4.0 MiB device", "layer 1 2.0 MiB disk", "layer 2 2.0 MiB disk"]
+    assert told[2:] == ["layer 0 4.2 MB device", "layer 1 2.1 MB disk", "layer 2 2.1 MB disk"]
 
 
 def test_without_a_plan_it_says_so() -> None:

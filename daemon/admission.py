@@ -60,7 +60,7 @@ class Admission:
 
         Raises TooBusy, QuotaExceeded, BadRequest for what never fits.
         """
-        most = min(self._bound, limits.MAX_ANSWERS)
+        most = min(self._bound, limits.MAX_ANSWERS, self._tenants.allowance(tenant).requests or self._bound)
         if width > most:
             raise BadRequest(f"{width} answers are asked for at once, at most {most} are possible", param="n")
         if sum(place.width for place in self._places) + width > self._bound:

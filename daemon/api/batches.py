@@ -1,8 +1,9 @@
 """Batches as OpenAI describes them, and where what is known of each lies: one small JSON a batch.
 
-    validating -> in_progress -> finalizing -> completed
-        |             |_________________________ cancelling -> cancelled, or expired when its time is over
-        |____________________________________ failed: nothing was run
+    validating -> in_progress -> completed, or expired when its time is over
+        |             |________ failed: the key or the disk is gone; what was answered is kept
+        |             |________ cancelling -> cancelled, likewise
+        |______________________ failed: nothing was run
 """
 
 from __future__ import annotations
@@ -145,6 +146,10 @@ class Batches:
             self._path(old.batch.id).unlink(missing_ok=True)
             del self._jobs[old.batch.id]
 
+    def knows(self, job: Job) -> bool:
+        """Whether it was added, and not forgotten since."""
+        return job.batch.id in self._jobs
+
     def save(self, job: Job) -> None:
         """Make what is known of a batch durable. Raises OSError."""
         write_durably(self._path(job.batch.id), msgspec.json.encode(job))
@@ -193,8 +198,6 @@ def new(given: BatchRequest, now_s: float) -> Batch:
         id=f"batch_{secrets.token_hex(12)}", endpoint=given.endpoint, input_file_id=given.input_file_id,
         created_at=int(now_s), expires_at=int(now_s) + WINDOW_S, metadata=given.metadata,
     )  # fmt: skip
-
-
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

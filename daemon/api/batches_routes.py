@@ -6,21 +6,23 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from aiohttp import BodyPartReader, web
 
 from tierd.daemon.api import batches, sse
 from tierd.daemon.api.answers import json_response
-from tierd.daemon.api.batches_run import Runner
+from tierd.daemon.api.batches_run import Runner, to_its_end
 from tierd.daemon.api.files import INPUT, MAX_FILE_BYTES, File, safe_name
 from tierd.daemon.api.gate import MULTIPART, tenant_of
 from tierd.daemon.api.reading import BODY_TIMEOUT_S, read
 from tierd.daemon.errors import BadRequest, OutOfSpace, TimedOut, Unsupported
 from tierd.daemon.service import Service
+
+_R = TypeVar("_R")
 
 UPLOAD_TIMEOUT_S = 1800.0  # for the whole of a file; a piece of it has that of any body
 MAX_PARTS = 8
@@ -59,31 +61,33 @@ class Routes:
         """POST /v1/files"""
         if request.content_type != MULTIPART:
             raise BadRequest(f"a file comes as {MULTIPART}", param="Content-Type")
-        tenant = tenant_of(request)
         async with self._runner.stores() as (files, _):
-            files.check_room()
-            file_id = files.new_id()
-            path = files.path(file_id)
+            (file_id,) = files.book()
         try:
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                name, size_bytes = await _receive(request, path)
-            async with self._runner.stores() as (files, _):
-                files.check_room(size_bytes)
-                now_s = time.time()
-                file = File(file_id, size_bytes, int(now_s), name, INPUT)
-                await asyncio.to_thread(files.add, tenant, file, now_s)
+            file = await self._take_in(request, file_id)
         except TimeoutError:
-            path.unlink(missing_ok=True)
             raise TimedOut(f"the file did not come within {UPLOAD_TIMEOUT_S:.0f} s") from None
-        except OSError as exc:
-            path.unlink(missing_ok=True)
-            if isinstance(exc, ConnectionError):
-                raise
-            raise OutOfSpace(f"the file can't be kept: {exc.strerror}") from None
-        except BaseException:
-            path.unlink(missing_ok=True)
+        except ConnectionError:
             raise
+        except OSError as exc:
+            raise OutOfSpace(f"the file can't be kept: {exc.strerror}") from None
         return json_response(file)
+
+    async def _take_in(self, request: web.Request, file_id: str) -> File:
+        """Receive a file, and know it. Raises TimeoutError, OSError, and what is wrong with the upload."""
+        try:
+            async with self._runner.stores() as (files, _):
+                path = files.path(file_id)
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                name, size_bytes = await _receive(request, path, lambda more: self._runner.grow(file_id, more))
+            now_s = time.time()
+            file = File(file_id, size_bytes, int(now_s), name, INPUT)
+            async with self._runner.stores() as (files, _):
+                await to_its_end(files.add, tenant_of(request), file, now_s)
+            return file
+        finally:
+            async with self._runner.stores() as (files, _):
+                await to_its_end(files.drop, file_id)  # unless it is known now
 
     async def files(self, request: web.Request) -> web.Response:
         """GET /v1/files"""
@@ -109,16 +113,16 @@ class Routes:
         async with self._runner.stores() as (files, known):
             files.get(file_id, tenant_of(request))
             known.check_unused(file_id)
-            return json_response(await asyncio.to_thread(files.delete, file_id, tenant_of(request)))
+            return json_response(await to_its_end(files.delete, file_id, tenant_of(request)))
 
     async def content(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/files/{id}/content"""
-        async with self._runner.stores() as (files, _):
-            file = files.get(request.match_info["file_id"], tenant_of(request))
-            path = files.path(file.id)
-        opened = await asyncio.to_thread(open, path, "rb")  # from here on it may be deleted
-        with opened:
-            return await _send(request, opened, file.bytes)
+        with contextlib.ExitStack() as stack:
+            async with self._runner.stores() as (files, _):
+                file = files.get(request.match_info["file_id"], tenant_of(request))
+                path = files.path(file.id)
+                opened = await to_its_end(lambda: stack.enter_context(open(path, "rb")))
+            return await _send(request, opened, file.bytes)  # even if it is deleted meanwhile
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -150,23 +154,24 @@ def _limit(request: web.Request, default: int) -> int:
     return int(text)
 
 
-async def _receive(request: web.Request, path: Path) -> tuple[str, int]:
-    """Write the file of an upload; its name and size. Raises BadRequest, TimedOut, OSError."""
+async def _receive(request: web.Request, path: Path, grow: Callable[[int], Awaitable[None]]) -> tuple[str, int]:
+    """Write the file of an upload; its name and size. `grow` asks for room before more bytes are written.
+
+    Raises BadRequest, TimedOut, OSError, and what `grow` does.
+    """
     name, size_bytes, purpose = "", 0, None
     try:
         reader = await request.multipart()
         for _ in range(MAX_PARTS):
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                part = await reader.next()
-            match part:
+            match await _in_time(reader.next()):
                 case None:
                     break
-                case BodyPartReader(name="file") if not name:
+                case BodyPartReader(name="file") as part if not name:
                     name = safe_name(part.filename)
-                    size_bytes = await _write(part, path)
-                case BodyPartReader(name="purpose"):
+                    size_bytes = await _write(part, path, grow)
+                case BodyPartReader(name="purpose") as part:
                     purpose = await _field(part)
-                case _:
+                case part:
                     what = getattr(part, "name", None) or "a part without a name"
                     raise Unsupported(f"{str(what)[:64]} is not supported in an upload", param=str(what)[:64])
         else:
@@ -182,19 +187,26 @@ async def _receive(request: web.Request, path: Path) -> tuple[str, int]:
     return name, size_bytes
 
 
-async def _write(part: BodyPartReader, path: Path) -> int:
+async def _in_time(piece: Awaitable[_R]) -> _R:
+    """The next of an upload. Raises TimedOut."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await piece
+    except TimeoutError:
+        raise TimedOut(f"nothing more of the file came within {BODY_TIMEOUT_S:.0f} s") from None
+
+
+async def _write(part: BodyPartReader, path: Path, grow: Callable[[int], Awaitable[None]]) -> int:
     size_bytes = 0
-    with await asyncio.to_thread(_create, path) as file:
-        while True:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                piece = await part.read_chunk(PIECE_BYTES)
-            if not piece:
-                break
+    with contextlib.ExitStack() as stack:
+        file = await to_its_end(lambda: stack.enter_context(_create(path)))
+        while piece := await _in_time(part.read_chunk(PIECE_BYTES)):
             size_bytes += len(piece)
             if size_bytes > MAX_FILE_BYTES:
                 raise BadRequest(f"a file may have {MAX_FILE_BYTES >> 20} MiB", param="file")
-            await asyncio.to_thread(_write_all, file, piece)
-        await asyncio.to_thread(os.fdatasync, file.fileno())
+            await grow(len(piece))
+            await to_its_end(_write_all, file, piece)
+        await to_its_end(os.fdatasync, file.fileno())
     return size_bytes
 
 
@@ -210,7 +222,7 @@ def _write_all(file: FileIO, piece: bytes) -> None:
 
 async def _field(part: BodyPartReader) -> str:
     value = b""
-    while piece := await part.read_chunk(MAX_FIELD_BYTES):
+    while piece := await _in_time(part.read_chunk(MAX_FIELD_BYTES)):
         value += piece
         if len(value) > MAX_FIELD_BYTES:
             raise BadRequest(f"{part.name} is too long", param=part.name)
@@ -222,7 +234,7 @@ async def _send(request: web.Request, file: BinaryIO, size_bytes: int) -> web.St
     response = web.StreamResponse(headers={"Content-Type": "application/jsonl", "Content-Length": str(size_bytes)})
     await response.prepare(request)
     with contextlib.suppress(TimeoutError):
-        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+        while piece := await to_its_end(file.read, PIECE_BYTES):
             async with asyncio.timeout(sse.WRITE_TIMEOUT_S):
                 await response.write(piece)
         await response.write_eof()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import NamedTuple, TypeVar
 
 from tierd.daemon.api.batches import (
@@ -28,11 +29,11 @@ from tierd.daemon.api.batches import (
     Status,
     new,
 )
+from tierd.daemon.api.batches_places import Places
 from tierd.daemon.api.files import OUTPUT, File, Files
-from tierd.daemon.batch import Answer, Item, Output, Requests
+from tierd.daemon.batch import Answer, Item, Output, Requests, lines_of
 from tierd.daemon.batch import Fault as LineFault
 from tierd.daemon.batch_run import Asking
-from tierd.daemon.embedding import Input, Vectors
 from tierd.daemon.errors import (
     Aborted,
     BadRequest,
@@ -41,20 +42,17 @@ from tierd.daemon.errors import (
     InternalError,
     ModelNotFound,
     TierdError,
-    TooBusy,
     Unauthorized,
 )
-from tierd.daemon.inbox import SlowReader
-from tierd.daemon.limits import MAX_PRIORITY
 from tierd.daemon.paths import make_private_dir
-from tierd.daemon.protocol import Event, Submit, error_of
 from tierd.daemon.service import Service
 
 log = logging.getLogger("tierd.batches")
 
 _R = TypeVar("_R")
 
-DOOR = "batch"  # in the log and the metrics
+MAX_RUNNING = 4  # batches that have their files open and their requests in mind; the others wait for their turn
+EXPIRED_AT_ONCE = 1000  # lines between two looks whether the daemon stops
 _EXPIRED = LineFault("batch_expired", "the time of the batch was over before this request had its turn")
 
 
@@ -75,8 +73,11 @@ class Runner:
         self._clock = clock
         self._stores: tuple[Files, Batches] | None = None
         self._disk = asyncio.Lock()  # the stores are for one thread at a time
-        self._places = asyncio.Semaphore(service.settings.max_streams)  # requests of all batches at once
+        self._scan = asyncio.Lock()  # looking through a file takes the interpreter for itself
+        self._turns = asyncio.Semaphore(MAX_RUNNING)
+        self._places = Places(service)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._working: set[str] = set()  # batches whose task may be interrupted: it is not about their end
         self._lock_fd = -1
 
     # -- the life of the daemon ------------------------------------------------------------------------------------
@@ -131,9 +132,15 @@ class Runner:
                 raise BadRequest("that is the output of a batch", param="input_file_id")
             now_s = self._clock()
             batch = new(given, now_s)
-            job = Job(tenant, batch, now_s, files.new_id(), files.new_id())
-            await _to_its_end(batches.add, job)
-        self._begin(job)
+            job = Job(tenant, batch, now_s, *files.book(2))
+            try:
+                await to_its_end(batches.add, job)
+            finally:  # a client that leaves changes nothing
+                if batches.knows(job):
+                    self._begin(job)
+                else:
+                    for file_id in (job.answers_id, job.faults_id):
+                        await to_its_end(files.drop, file_id)
         return batch
 
     async def cancel(self, batch_id: str, tenant: str) -> Batch:
@@ -142,62 +149,101 @@ class Runner:
             job = batches.get(batch_id, tenant)
             if job.batch.status in ENDED:
                 raise Conflict(f"the batch is {job.batch.status} already")
-            if job.batch.status != "cancelling":
+            is_first = job.batch.status != "cancelling"
+            if is_first:
                 job.batch.status, job.batch.cancelling_at = "cancelling", int(self._clock())
-                await _to_its_end(batches.save, job)
-                if (task := self._tasks.get(batch_id)) is not None:
-                    task.cancel()
+            # Before anything is waited for: it comes to its end even if the client leaves, or the disk fails.
+            if (task := self._tasks.get(batch_id)) is None:
+                self._begin(job)
+            elif batch_id in self._working:
+                task.cancel()
+            if is_first:
+                await to_its_end(batches.save, job)
         return job.batch
+
+    async def grow(self, file_id: str, more_bytes: int) -> None:
+        """Ask for room before a file gets more. Raises OutOfSpace."""
+        async with self.stores() as (files, _):
+            files.grow(file_id, more_bytes)
 
     # -- one batch -------------------------------------------------------------------------------------------------
 
     def _begin(self, job: Job) -> None:
-        task = asyncio.create_task(self._live(job), name=job.batch.id)
-        self._tasks[job.batch.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job.batch.id, None))
+        self._tasks[job.batch.id] = asyncio.create_task(self._live(job), name=job.batch.id)
 
     async def _live(self, job: Job) -> None:
         """From where a batch stands to its end, or to that of the daemon."""
-        batch = job.batch
         try:
+            status = await self._work(job)
             try:
-                if batch.status != "cancelling":
-                    await self._process(job)
-            except asyncio.CancelledError:
-                if batch.status != "cancelling":
-                    raise
-            if batch.status == "cancelling":
-                await self._end(job, "cancelled")
+                await self._end(job, status)
+            except OSError as exc:
+                self._blame(job, exc)
+                await self._end(job, "failed")
         except Draining:
-            log.info("%s goes on at the next start", batch.id)
-        except (TierdError, OSError) as exc:
-            log.error("%s failed: %s", batch.id, exc)
-            code, message = (exc.code, exc.message) if isinstance(exc, TierdError) else ("error", "the disk failed")
-            await self._fail(job, [Fault(code, message)])
+            log.info("%s goes on at the next start", job.batch.id)
         except Exception:
-            log.exception("%s failed", batch.id)
-            await self._fail(job, [Fault(InternalError().code, InternalError().message)])
+            log.exception("what became of %s can't be written", job.batch.id)
+        finally:
+            del self._tasks[job.batch.id]
 
-    async def _process(self, job: Job) -> None:
-        batch = job.batch
-        is_late = False
+    async def _work(self, job: Job) -> Status:
+        """Do what is left of a batch. Returns how it ends, unless somebody cancels it. Raises Draining."""
+        self._working.add(job.batch.id)
+        try:
+            if job.batch.status == "cancelling":
+                return "cancelled"
+            async with self._turns:
+                return await self._process(job)
+        except asyncio.CancelledError:
+            if job.batch.status != "cancelling":
+                raise
+            return "cancelled"
+        except Draining:
+            raise
+        except Exception as exc:
+            self._blame(job, exc)
+            return "failed"
+        finally:
+            self._working.remove(job.batch.id)
+
+    def _blame(self, job: Job, exc: Exception) -> None:
+        """Note and log why a batch fails."""
+        match exc:
+            case TierdError():
+                log.error("%s failed: %s", job.batch.id, exc)
+                fault = Fault(exc.code, exc.message)
+            case OSError():
+                log.error("%s failed: %s", job.batch.id, exc)
+                fault = Fault("error", "the disk failed")
+            case _:
+                log.error("%s failed", job.batch.id, exc_info=exc)
+                fault = Fault(InternalError().code, InternalError().message)
+        job.batch.errors = Faults([fault])
+
+    async def _process(self, job: Job) -> Status:
         with contextlib.ExitStack() as stack:
             opened = await self._open(stack, job)
-            if batch.status == "validating":
+            if job.batch.status == "validating":
                 if faults := await self._faults_of(job, opened.requests):
-                    await self._fail(job, faults)
-                    return
-                batch.in_progress_at = int(self._clock())
-                await self._save(job, "in_progress")
+                    job.batch.errors = Faults(faults)
+                    return "failed"
+                await self._set_out(job)
             try:
-                async with asyncio.timeout(max(batch.expires_at - self._clock(), 0.0)):
+                async with asyncio.timeout(max(job.batch.expires_at - self._clock(), 0.0)) as window:
                     await self._answer_all(job, opened)
+                return "completed"
             except TimeoutError:
-                is_late = True
-        if is_late:
-            await self._expire(job)
-        else:
-            await self._end(job, "completed")
+                if not window.expired():
+                    raise
+        await self._expire(job)
+        return "expired"
+
+    async def _set_out(self, job: Job) -> None:
+        async with self.stores() as (_, batches):
+            if job.batch.status == "validating":
+                job.batch.status, job.batch.in_progress_at = "in_progress", int(self._clock())
+                await to_its_end(batches.save, job)
 
     async def _open(self, stack: contextlib.ExitStack, job: Job) -> _Open:
         """Read back what is answered, and look through what is not."""
@@ -205,11 +251,13 @@ class Runner:
             paths = [files.path(name) for name in (job.batch.input_file_id, job.answers_id, job.faults_id)]
 
         def look() -> _Open:
-            answers, faults = (stack.enter_context(Output(path)) for path in paths[1:])
-            requests = stack.enter_context(Requests(paths[0], {**answers.finished, **faults.finished}))
+            answers, faults = (stack.enter_context(Output(path, 0o600)) for path in paths[1:])
+            finished = {**answers.finished, **faults.finished}
+            requests = stack.enter_context(Requests(paths[0], finished, max_lines=MAX_REQUESTS))
             return _Open(requests, answers, faults)
 
-        opened = await _to_its_end(look)
+        async with self._scan:
+            opened = await to_its_end(look)
         completed, failed = len(opened.answers.finished), len(opened.faults.finished)
         job.batch.request_counts = Counts(opened.requests.total, completed, failed)
         opened.answers.finished.clear()
@@ -218,6 +266,8 @@ class Runner:
 
     async def _faults_of(self, job: Job, requests: Requests) -> list[Fault]:
         """What keeps a batch from being run."""
+        if requests.is_too_long:
+            return [Fault("bad_request", f"the file has more than {MAX_REQUESTS} lines")]
         faults = [Fault("invalid_line", problem.what, problem.number) for problem in requests.problems]
         faults += [
             Fault("mismatched_url", f"url is {url}, the endpoint of the batch {job.batch.endpoint}", number, "url")
@@ -229,33 +279,28 @@ class Runner:
                 await self._service.show(name)
             except (ModelNotFound, BadRequest) as exc:
                 faults.append(Fault("model_not_found", exc.message, number, "body.model"))
-        if not faults and not 1 <= requests.total <= MAX_REQUESTS:
-            what = f"the file holds {requests.total} requests, 1 to {MAX_REQUESTS} are possible"
-            faults.append(Fault("bad_request", what))
+        if not faults and not requests.total:
+            faults.append(Fault("bad_request", "the file holds 0 requests"))
         return faults
 
     async def _answer_all(self, job: Job, opened: _Open) -> None:
         """A crowd that takes one request after the other, no larger than there is room for."""
-        allowed = self._service.tenants.allowance(job.tenant).requests
-        # A key's limit is for its other requests, too.
-        width = min(self._service.settings.max_streams, len(opened.requests), max(allowed // 2, 1) if allowed else 1024)
+        asking, width = self._places.asking(job.tenant), self._places.of(job.tenant).places
         items, reading, writing = iter(opened.requests), asyncio.Lock(), asyncio.Lock()
-        asking = Asking(lambda submit: self._generate(submit, job.tenant), lambda *what: self._embed(job.tenant, *what))
 
         async def work() -> None:
             while True:
-                async with self._places:
-                    async with reading:
-                        item: Item | None = await _to_its_end(next, items, None)
-                    if item is None:
-                        return
-                    answer = await self._answer(asking, item, job)
+                async with reading:
+                    item: Item | None = await to_its_end(next, items, None)
+                if item is None:
+                    return
+                answer = await self._answer(asking, item, job)
                 async with writing:
                     await self._append(job, opened, answer)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(width):
+                for _ in range(min(width, len(opened.requests))):
                     group.create_task(work())
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
@@ -271,80 +316,63 @@ class Runner:
             return Answer(item.id, item.custom_id, None, LineFault(exc.code, exc.message))
 
     async def _append(self, job: Job, opened: _Open, answer: Answer) -> None:
-        await _to_its_end((opened.answers if answer.error is None else opened.faults).append, answer)
+        line = lines_of([answer])
         if answer.error is None:
+            await self.grow(job.answers_id, len(line))
+            await to_its_end(opened.answers.write, line)
             job.batch.request_counts.completed += 1
         else:
+            await self.grow(job.faults_id, len(line))
+            await to_its_end(opened.faults.write, line)
             job.batch.request_counts.failed += 1
-
-    async def _generate(self, submit: Submit, tenant: str) -> AsyncGenerator[Event, None]:
-        try:
-            async with self._service.answering(submit, DOOR, tenant) as events:
-                async for event in events:
-                    if error := error_of(event):
-                        raise error
-                    yield event
-        except SlowReader:
-            raise TooBusy("the daemon could not keep up with its own answers") from None
-
-    async def _embed(self, tenant: str, model: str, inputs: Sequence[Input]) -> Vectors:
-        return await self._service.embed(model, inputs, tenant, DOOR, priority=MAX_PRIORITY)
 
     async def _expire(self, job: Job) -> None:
         """What has no answer when the time is over is told so, each on a line."""
         with contextlib.ExitStack() as stack:
             opened = await self._open(stack, job)
+            items = iter(opened.requests)
 
-            def tell(items: Iterator[Item]) -> int:
-                count = 0
-                for item in items:
-                    opened.faults.append(Answer(item.id, item.custom_id, None, _EXPIRED))
-                    count += 1
-                return count
+            def lines() -> tuple[bytes, int]:
+                some = itertools.islice(items, EXPIRED_AT_ONCE)
+                late = [Answer(item.id, item.custom_id, None, _EXPIRED) for item in some]
+                return lines_of(late), len(late)
 
-            job.batch.request_counts.failed += await _to_its_end(tell, iter(opened.requests))
-        await self._end(job, "expired")
-
-    # -- ends ------------------------------------------------------------------------------------------------------
-
-    async def _save(self, job: Job, status: Status) -> None:
-        job.batch.status = status
-        async with self.stores() as (_, batches):
-            await _to_its_end(batches.save, job)
-
-    async def _fail(self, job: Job, faults: list[Fault]) -> None:
-        job.batch.errors = Faults(faults)
-        try:
-            await self._end(job, "failed")
-        except OSError as exc:
-            log.error("what became of %s can't be written: %s", job.batch.id, exc)
+            while (told := await to_its_end(lines))[1]:
+                await self.grow(job.faults_id, len(told[0]))
+                await to_its_end(opened.faults.write, told[0])
+                job.batch.request_counts.failed += told[1]
 
     async def _end(self, job: Job, status: Status) -> None:
-        """The one way to an end. Who cancels meanwhile finds that it has ended."""
+        """The one way to an end, that of who cancelled meanwhile if somebody did. Raises OSError."""
         async with self.stores() as (files, batches):
-            await _to_its_end(self._finish, job, status, files, batches)
+            status = "cancelled" if job.batch.status == "cancelling" else status
+            await to_its_end(self._finish, job, status, files, batches)
         log.info("%s: %s", job.batch.id, status)
 
     def _finish(self, job: Job, status: Status, files: Files, batches: Batches) -> None:
         batch, now_s = job.batch, int(self._clock())
-        batch.status, batch.finalizing_at = "finalizing", now_s
-        batches.save(job)
         for what, file_id in (("output", job.answers_id), ("error", job.faults_id)):
-            with contextlib.suppress(FileNotFoundError):
-                if size_bytes := files.path(file_id).stat().st_size:
-                    name = f"{batch.id}_{what}.jsonl"
-                    files.add(job.tenant, File(file_id, size_bytes, now_s, name, OUTPUT), self._clock())
-                    setattr(batch, f"{what}_file_id", file_id)
+            path = files.path(file_id)
+            if size_bytes := path.stat().st_size if path.exists() else 0:
+                name = f"{batch.id}_{what}.jsonl"
+                files.add(job.tenant, File(file_id, size_bytes, now_s, name, OUTPUT), self._clock())
+                setattr(batch, f"{what}_file_id", file_id)
+            else:
+                files.drop(file_id)
+        if status == "completed":
+            batch.finalizing_at = now_s
         setattr(batch, f"{status}_at", now_s)
         batch.status = status
         batches.save(job)
 
 
-async def _to_its_end(function: Callable[..., _R], *args: object) -> _R:
+async def to_its_end(function: Callable[..., _R], *args: object) -> _R:
     """Run it in a thread, and wait for it also when cancelled: what it works on is closed afterwards."""
     work = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        while not work.done():  # cancelled once more: by whoever stops the daemon, say
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
         raise

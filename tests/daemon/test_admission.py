@@ -46,6 +46,12 @@ def test_what_never_fits_is_told_as_such(rig: Rig) -> None:
     assert caught.value.param == "n"
 
 
+def test_what_never_fits_into_what_a_key_may_have_is_told_as_such(rig: Rig) -> None:
+    made, _ = keys.add(rig.file, "a", max_requests=2)
+    with pytest.raises(BadRequest, match="at most 2"):
+        rig.admission.book(tenants.of_key(made), 3)
+
+
 def test_a_place_is_released_once(rig: Rig) -> None:
     kept, place = rig.admission.book(""), rig.admission.book("")
     for _ in range(2):

@@ -3,74 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-from collections.abc import AsyncIterator, Callable
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_rig import Clock, Gate, a_while, asked, begin, broken, lines, runner_of, until, upload
 from front_harness import Front, make_settings, running
 
 from tierd.daemon import keys, tenants
-from tierd.daemon.api import batches
-from tierd.daemon.api.batches import ENDED, WINDOW_S, Batch, BatchRequest
-from tierd.daemon.api.batches_run import Runner
-from tierd.daemon.api.files import File
-from tierd.daemon.batch import CHAT_URL
-from tierd.daemon.errors import BadRequest, Conflict, Draining, NotFound
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@contextlib.asynccontextmanager
-async def runner_of(front: Front, clock: Clock) -> AsyncIterator[Runner]:
-    runner = Runner(front.service, clock)
-    await runner.start()
-    try:
-        yield runner
-    finally:
-        await runner.close()
-
-
-async def upload(runner: Runner, *texts: str, tenant: str = "") -> str:
-    """Chats of these texts as a file."""
-    content = "".join(
-        json.dumps({"custom_id": str(n), "method": "POST", "url": CHAT_URL, "body": {
-            "model": "alpha", "messages": [{"role": "user", "content": text}], "max_tokens": 2}}) + "\n"
-        for n, text in enumerate(texts)
-    )  # fmt: skip
-    async with runner.stores() as (files, _):
-        file_id = files.new_id()
-        files.path(file_id).write_text(content)
-        files.add(tenant, File(file_id, len(content), 1, "in.jsonl", "batch"), 1.0)
-    return file_id
-
-
-def asked(file_id: str) -> BatchRequest:
-    return BatchRequest(input_file_id=file_id, endpoint=CHAT_URL, completion_window="24h")
-
-
-async def begin(runner: Runner, *texts: str, tenant: str = "") -> Batch:
-    return await runner.create(asked(await upload(runner, *texts, tenant=tenant)), tenant)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (a state of another task)
-            await asyncio.sleep(0.005)
-
-
-async def lines(runner: Runner, file_id: str | None) -> dict[str, Any]:
-    assert file_id is not None
-    async with runner.stores() as (files, _):
-        return {line["custom_id"]: line for line in map(json.loads, files.path(file_id).read_text().splitlines())}
+from tierd.daemon.api import batches, batches_run
+from tierd.daemon.api.batches import ENDED, WINDOW_S
+from tierd.daemon.batch import Output, Requests
+from tierd.daemon.errors import BadRequest, Conflict, Draining, NotFound, OutOfSpace
 
 
 async def test_what_is_not_answered_in_time_is_told_so(front: Front) -> None:
@@ -162,18 +107,122 @@ async def test_a_second_daemon_keeps_off(fake_models: Path, tmp_path: Path, fron
 
 async def test_a_disk_that_fails_ends_the_batch(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     async with runner_of(front, Clock()) as runner:
-        monkeypatch.setattr(batches.Batches, "save", _broken(batches.Batches.save))
+        monkeypatch.setattr(batches.Batches, "save", broken(batches.Batches.save, "in_progress"))
         batch = await begin(runner, "hi")
         await until(lambda: batch.status == "failed")
         assert batch.errors is not None and batch.errors.data[0].message == "the disk failed"
 
 
-def _broken(save: Callable[..., None]) -> Callable[..., None]:
-    def fails(store: batches.Batches, job: batches.Job) -> None:
-        if job.batch.status == "in_progress":
-            raise OSError(5, "input/output error")
-        save(store, job)
+async def test_what_batches_write_is_bounded_in_number(front: Front) -> None:
+    async with runner_of(front, Clock()) as runner:
+        async with runner.stores() as (files, _):
+            files._max_files = 4
+        file_id = await upload(runner, "hi")
+        made = []
+        with pytest.raises(OutOfSpace):
+            for _ in range(9):
+                made.append(await runner.create(asked(file_id), ""))
+                await until(lambda: made[-1].status == "completed")
+        assert len(made) == 2  # a file each, and room for two is asked for
+        async with runner.stores() as (files, known):
+            assert len(list(files.directory.glob("file-*.jsonl"))) == 3 and len(list(known)) == 2
 
-    return fails
+
+async def test_what_batches_write_is_bounded_in_bytes(front: Front) -> None:
+    async with runner_of(front, Clock()) as runner:
+        file_id = await upload(runner, *["hi"] * 9)
+        async with runner.stores() as (files, _):
+            files._max_total_bytes = most = files.path(file_id).stat().st_size + 1500
+        batch = await runner.create(asked(file_id), "")
+        await until(lambda: batch.status in ENDED)
+        assert batch.status == "failed" and batch.errors and batch.errors.data[0].code == "out_of_space"
+        assert await lines(runner, batch.output_file_id)
+        async with runner.stores() as (files, _):
+            assert sum(path.stat().st_size for path in files.directory.glob("file-*.jsonl")) <= most
 
 
+async def test_answers_are_for_nobody_else_to_read(front: Front) -> None:
+    before = os.umask(0o022)
+    try:
+        async with runner_of(front, Clock()) as runner:
+            batch = await begin(runner, "hi", "!refuse")
+            await until(lambda: batch.status == "completed")
+            async with runner.stores() as (files, _):
+                modes = {path.name: path.stat().st_mode & 0o077 for path in files.directory.iterdir()}
+        assert batch.output_file_id and batch.error_file_id and set(modes.values()) == {0}
+    finally:
+        os.umask(before)
+
+
+async def test_batches_wait_for_their_turn_the_oldest_first(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_run, "MAX_RUNNING", 1)
+    clock = Clock()
+    async with runner_of(front, clock) as runner:
+        made = []
+        for text in ("!hang", "hi", "ho"):
+            made.append(await begin(runner, text))
+            clock.now_s += 1
+        await until(lambda: front.service.live)
+        assert [batch.status for batch in made] == ["in_progress", "validating", "validating"]
+        await runner.cancel(made[1].id, "")  # one that waits
+        await until(lambda: made[1].status == "cancelled")
+    async with runner_of(front, clock) as runner:
+        async with runner.stores() as (_, known):
+            first, last = (job.batch for job in known.unfinished())
+        await until(lambda: front.service.live)
+        assert (first.id, first.status, last.status) == (made[0].id, "in_progress", "validating")
+        await runner.cancel(first.id, "")
+        await until(lambda: last.status == "completed")
+
+
+async def test_files_are_looked_through_one_at_a_time_and_no_further_than_needed(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, most, seen = 0, 0, []
+
+    class Watched(Requests):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            super().__init__(*args, **more)
+            seen.append(self)
+            inside -= 1
+
+    monkeypatch.setattr(batches_run, "Requests", Watched)
+    monkeypatch.setattr(batches_run, "MAX_REQUESTS", 2)
+    async with runner_of(front, Clock()) as runner:
+        texts = ["hi"] * 500
+        made = [await begin(runner, *texts) for _ in range(4)]
+        await until(lambda: all(batch.status in ENDED for batch in made))
+        for batch in made:
+            assert batch.errors and batch.errors.data[0].message == "the file has more than 2 lines"
+    assert most == 1 and {one.total for one in seen} == {2}
+
+
+async def test_a_stop_does_not_wait_until_all_is_told_that_is_too_late(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    async with runner_of(front, clock) as runner:
+        await begin(runner, *["!hang"] * 5)
+        await until(lambda: front.service.live)
+    clock.now_s += WINDOW_S + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(batches_run, "EXPIRED_AT_ONCE", 2)
+        gate = Gate(Output.write).over(patch, Output, "write")
+        async with runner_of(front, clock) as runner:
+            await until(gate.reached.is_set)
+            closing = asyncio.create_task(runner.close())
+            await a_while()
+            gate.open.set()
+            await closing
+        assert gate.calls == 1
+    gate = Gate(Output.write).over(monkeypatch, Output, "write")
+    gate.open.set()
+    async with runner_of(front, clock) as runner:
+        async with runner.stores() as (_, known):
+            (job,) = known.unfinished()
+        await until(lambda: job.batch.status == "expired")
+        assert len(await lines(runner, job.batch.error_file_id)) == job.batch.request_counts.failed == 5
+    assert gate.calls == 1  # the other three together

@@ -11,7 +11,7 @@ from tierd.daemon.errors import BadRequest, NotFound, OutOfSpace
 
 
 def keep(files: Files, tenant: str = "", size_bytes: int = 3, created_s: float = 1.0) -> File:
-    file = File(files.new_id(), size_bytes, int(created_s), "in.jsonl", "batch")
+    file = File(files.book()[0], size_bytes, int(created_s), "in.jsonl", "batch")
     files.path(file.id).write_bytes(b"x" * size_bytes)
     files.add(tenant, file, created_s)
     return file
@@ -61,27 +61,56 @@ def test_limits_of_a_page(limit: int) -> None:
 
 def test_room_is_bounded_in_bytes_and_in_number(tmp_path: Path) -> None:
     files = Files(tmp_path, max_total_bytes=10, max_files=3)
-    keep(files, size_bytes=6)
-    files.check_room(4)
+    kept = keep(files, size_bytes=6)
+    (to_come,) = files.book()
     with pytest.raises(OutOfSpace):
-        files.check_room(5)
-    kept = [keep(files, size_bytes=1) for _ in range(2)]
+        files.book(2)
+    files.grow(to_come, 3)
     with pytest.raises(OutOfSpace):
-        files.check_room()
-    files.delete(kept[0].id, "")
-    files.check_room(3)
+        files.grow(to_come, 2)
+    files.grow(to_come, 1)
+    with pytest.raises(OutOfSpace, match="delete|may have"):
+        files.book()  # all bytes are taken
+    files.drop(to_come)
+    files.drop(kept.id)  # nothing: it is known
+    files.grow(*files.book(2)[:1], 4)
+
+
+def test_what_batches_go_on_to_write_counts_after_a_start(tmp_path: Path) -> None:
+    used = [Files(tmp_path).book()[0] for _ in range(2)]
+    Files(tmp_path).path(used[0]).write_bytes(b"answers")
+    files = Files(tmp_path, max_total_bytes=9, max_files=3)
+    files.tidy(used)
+    with pytest.raises(OutOfSpace):
+        files.grow(used[1], 3)
+    files.grow(used[1], 1)
+    with pytest.raises(OutOfSpace):
+        files.book(2)
+    files.book()
 
 
 def test_what_a_cut_upload_left_goes_at_the_next_start(tmp_path: Path) -> None:
     files = Files(tmp_path)
-    file, left, used = keep(files), files.path(files.new_id()), files.new_id()
+    file, (cut, used) = keep(files), files.book(2)
+    left = files.path(cut)
     left.write_bytes(b"half")
     files.path(used).write_bytes(b"answers")
     (tmp_path / "file-broken.json").write_text("{")
+    (tmp_path / f"{file.id}.json.new").write_text("{")
     again = Files(tmp_path)
     again.tidy([used])
     assert not left.exists() and again.path(file.id).exists() and again.path(used).exists()
     assert [one.id for one in page(again).data] == [file.id]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_facts_without_content_are_no_file(tmp_path: Path) -> None:
+    file = keep(Files(tmp_path))
+    Files(tmp_path).path(file.id).unlink()
+    again = Files(tmp_path)
+    assert page(again).data == []
+    again.tidy([])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [None, "", "a/", "x" * 256, "a\nb"])

@@ -47,6 +47,7 @@ def test_options_are_carried_over():
     assert (found.stop, found.max_tokens, found.repetition_penalty) == (("a", "b"), 12, 1.1)
     assert (found.presence_penalty, found.frequency_penalty) == (0.2, 0.3)
     assert chat(options={"num_ctx": 2048}).submit.ctx == 2048
+    assert chat(options={"kv_mode": "window=64"}).submit.kv_mode == "window=64"
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(-1, None), (-2, None), (5, 5)])

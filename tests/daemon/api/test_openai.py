@@ -193,8 +193,8 @@ def test_thinking_logprobs_answers_and_caching():
     assert submit(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False}).thinking is False
     assert submit(logprobs=True).logprobs == 0 and submit(logprobs=True, top_logprobs=3).logprobs == 3
     assert submit(logprobs=False).logprobs is None
-    one = submit(n=3, best_of=5, cache_salt="s")
-    assert (one.n, one.best_of, one.salt) == (3, 5, "s")
+    one = submit(n=3, best_of=5, cache_salt="s", kv_mode="window=64")
+    assert (one.n, one.best_of, one.salt, one.kv_mode) == (3, 5, "s", "window=64")
     assert submit(prompt_cache_retention="24h").keep == (Keep(1, 86400.0),)
     assert submit(prompt_cache_options={"mode": "implicit", "ttl": "30m"}).keep == (Keep(1, 1800.0),)
     assert submit(prompt_cache_retention="in_memory").keep == ()

@@ -45,6 +45,12 @@ def test_a_whole_answer_with_thinking_and_calls():
     assert answer["object"] == "chat.completion" and choice["finish_reason"] == "stop"
 
 
+def test_a_memory_mode_is_named_where_one_was_used():
+    done = Event(DONE.id, "done", {**DONE.data, "usage": {**DONE.data["usage"], "kv_mode": "window=64"}})
+    assert whole(shape(), done)["usage"]["kv_mode"] == "window=64"
+    assert "kv_mode" not in whole(shape(), DONE)["usage"]
+
+
 def test_content_is_null_beside_calls_alone_and_empty_without_anything():
     assert whole(shape(), *CALLS, DONE)["choices"][0]["message"]["content"] is None
     message = whole(shape(), DONE)["choices"][0]["message"]

@@ -89,12 +89,14 @@ def test_flat_tools_and_namespaces():
 
 def test_options():
     call = parse(max_output_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=4, parallel_tool_calls=False,
-                 reasoning={"effort": "low", "summary": "auto"}, cache_salt="s", prompt_cache_retention="24h",
+                 reasoning={"effort": "low", "summary": "auto"}, cache_salt="s", kv_mode="exact",
+                 prompt_cache_retention="24h",
                  text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
                  include=["reasoning.encrypted_content", "message.output_text.logprobs"], top_logprobs=2)  # fmt: skip
     one, drawn = call.submit, call.submit.sampling
     assert (drawn.max_tokens, drawn.temperature, drawn.top_p, drawn.top_k, drawn.seed) == (9, 0.5, 0.9, 3, 4)
     assert not one.parallel_tool_calls and one.thinking is True and one.salt == "s"
+    assert one.kv_mode == "exact"
     assert one.format == Format("json_schema", '{"type":"object"}') and one.logprobs == 2
     assert call.following(()).keep == (Keep(1, 86400.0),)
     assert parse(text={"format": {"type": "text"}}).submit.format is None

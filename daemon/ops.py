@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from tierd.daemon import embedding, limits, protocol
 from tierd.daemon.errors import BadRequest, Unsupported, suggest
+from tierd.daemon.plan.block import Extent
 from tierd.daemon.service import Service
+from tierd.daemon.supervisor import Model
 from tierd.daemon.version import version
 
 MAX_TIMEOUT_S = 600.0
@@ -58,6 +61,20 @@ class _Prefix(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     limit: int | None = None
 
 
+class _Reserve(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+    longest_tokens: int
+    streams: int | None = None
+
+
+class _Reserved(msgspec.Struct, forbid_unknown_fields=True):
+    done: int
+    left_s: float | None = None
+
+
 class _Top(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     model: str
     maps: dict[str, int] | None = None
@@ -83,9 +100,9 @@ class _CancelRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Resize(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     model: str | None = None
-    device_bytes: int | None = None
-    host_bytes: int | None = None
-    weights_bytes: int | None = None
+    device_bytes: int | Literal["auto"] | None = None
+    host_bytes: int | Literal["auto"] | None = None
+    weights_bytes: int | Literal["auto"] | None = None
     timeout_s: float = RESIZE_S
 
 
@@ -104,6 +121,13 @@ class _Drain(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Stop(_Drain):
     timeout_s: float = STOP_S
+
+
+class Who(NamedTuple):
+    """Who asks: a tenant, through a connection."""
+
+    tenant: str
+    connection: object
 
 
 Answer = Awaitable[dict[str, Any]]
@@ -136,8 +160,29 @@ async def _ps(service: Service, args: _None) -> dict[str, Any]:
     return await service.ps()
 
 
-async def _load(service: Service, args: _Model, tenant: str) -> dict[str, Any]:
-    return await service.load(args.model, tenant)
+async def _load(service: Service, args: _Model, who: Who) -> dict[str, Any]:
+    return await service.load(args.model, who.tenant)
+
+
+async def _reserve(service: Service, args: _Reserve, who: Who) -> dict[str, Any]:
+    if min(args.prompt_tokens, args.answer_tokens, args.longest_tokens) < 0:
+        raise BadRequest("a number of tokens must not be negative", param="prompt_tokens")
+    if args.streams is not None and args.streams < 1:
+        raise BadRequest("streams must be at least 1", param="streams")
+    extent = Extent(args.requests, args.prompt_tokens, args.answer_tokens, args.longest_tokens)
+    shown = await service.show(args.model)
+    model = Model(shown["name"], Path(shown["path"]))
+    return await service.exclusive.reserve(who.connection, model, extent, args.streams, lambda: service.live)
+
+
+async def _reserved(service: Service, args: _Reserved, who: Who) -> dict[str, Any]:
+    service.exclusive.progress(who.connection, args.done, args.left_s)
+    return {}
+
+
+async def _release(service: Service, args: _None, who: Who) -> dict[str, Any]:
+    service.exclusive.release(who.connection)
+    return {}
 
 
 async def _unload(service: Service, args: _Unload) -> dict[str, Any]:
@@ -146,14 +191,14 @@ async def _unload(service: Service, args: _Unload) -> dict[str, Any]:
     return await service.unload(args.model)
 
 
-async def _tokenize(service: Service, args: _Tokenize, tenant: str) -> dict[str, Any]:
+async def _tokenize(service: Service, args: _Tokenize, who: Who) -> dict[str, Any]:
     if (args.text is None) == (args.messages is None):
         raise BadRequest("exactly one of text and messages is needed", param="text")
     given = msgspec.to_builtins(args)
-    return await service.tokenize(given.pop("model"), given, tenant)
+    return await service.tokenize(given.pop("model"), given, who.tenant)
 
 
-async def _embed(service: Service, args: _Embed, tenant: str) -> dict[str, Any]:
+async def _embed(service: Service, args: _Embed, who: Who) -> dict[str, Any]:
     if len(args.inputs) > MAX_EMBED_INPUTS:
         what = f"{len(args.inputs)} inputs in one call, at most {MAX_EMBED_INPUTS} are possible"
         raise BadRequest(what, hint="send them in parts", param="inputs")
@@ -161,8 +206,9 @@ async def _embed(service: Service, args: _Embed, tenant: str) -> dict[str, Any]:
         what = f"priority must be from {-limits.MAX_PRIORITY} to {limits.MAX_PRIORITY}"
         raise BadRequest(what, param="priority")
     found = await service.embed(
-        args.model, args.inputs, tenant, "unix", truncate=args.truncate, priority=args.priority
-    )
+        args.model, args.inputs, who.tenant, "unix", truncate=args.truncate, priority=args.priority,
+        holder=who.connection,
+    )  # fmt: skip
     vectors = [embedding.shortened(one, args.dimensions).tobytes() for one in found.vectors]
     usage = {"prompt_tokens": found.prompt_tokens, "cached_tokens": found.cached_tokens}
     return {"vectors": vectors, "usage": usage}
@@ -251,27 +297,32 @@ _OPS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any], Answer]]
 
 
 # What runs in somebody's name.
-_FOR_TENANTS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any, str], Answer]]] = {
+_FOR_SOMEBODY: Mapping[str, tuple[type[msgspec.Struct], Callable[[Service, Any, Who], Answer]]] = {
     "embed": (_Embed, _embed),
     "load": (_Model, _load),
+    "release": (_None, _release),
+    "reserve": (_Reserve, _reserve),
+    "reserved": (_Reserved, _reserved),
     "tokenize": (_Tokenize, _tokenize),
 }
 
 
-async def answer(service: Service, op: str, args: Mapping[str, Any], tenant: str = "") -> dict[str, Any]:
-    """The data of the `result`. `tenant`: who asks.
+async def answer(
+    service: Service, op: str, args: Mapping[str, Any], tenant: str = "", connection: object = None
+) -> dict[str, Any]:
+    """The data of the `result`. `tenant`: who asks, and through which `connection`.
 
     Raises Unsupported for an unknown operation, BadRequest for wrong arguments, and what the call raises.
     """
-    if (named := _FOR_TENANTS.get(op)) is not None:
-        return await named[1](service, _typed(op, args, named[0]), tenant)
+    if (named := _FOR_SOMEBODY.get(op)) is not None:
+        return await named[1](service, _typed(op, args, named[0]), Who(tenant, connection))
     if (found := _OPS.get(op)) is not None:
         return await found[1](service, _typed(op, args, found[0]))
     raise Unsupported(f"unknown operation {op[:64]!r}", hint=suggest(op[:64], _known()), param="op")
 
 
 def _known() -> list[str]:
-    return sorted([*_OPS, *_FOR_TENANTS, "generate", "cancel"])
+    return sorted([*_OPS, *_FOR_SOMEBODY, "generate", "cancel"])
 
 
 def _typed(op: str, args: Mapping[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struct:
@@ -284,7 +335,6 @@ def _typed(op: str, args: Mapping[str, Any], kind: type[msgspec.Struct]) -> msgs
 def progress(service: Service, op: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """What is said while an operation takes its time."""
     model = args.get("model")
-    if op == "load" and isinstance(model, str):
-        return service.loading_progress(model)
-    return {"stage": op, "done": 0, "total": 0, "text": f"{op} is still at work"}
-
+    known = op == "cache" or (op == "load" and isinstance(model, str))
+    found = service.progress(op, model or "") if known else {}
+    return found or {"stage": op, "done": 0, "total": 0, "text": f"{op} is still at work"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tierd.tiers.arena import Arena, SlotState
@@ -16,14 +17,31 @@ if TYPE_CHECKING:
 
 def check(pager: Pager) -> list[str]:
     """Findings, empty when all is right. Costs a walk over all pages."""
+    return [*check_ledgers(pager), *check_pages(pager, pager.index.nodes.values()), *_check_store(pager)]
+
+
+def check_ledgers(pager: Pager) -> list[str]:
+    """The part that has to be looked at all at once. A quick walk over all pages."""
     findings = pager.device.check() + pager.host.check()
     findings += _check_leases(pager)
-    findings += _check_nodes(pager)
-    findings += _check_links(pager)
+    findings += _check_index(pager)
     findings += _check_slots(pager, pager.device, Tier.DEVICE)
     findings += _check_slots(pager, pager.host, Tier.HOST)
-    findings += _check_candidates(pager)
-    findings += _check_store(pager)
+    findings += _check_durable(pager)
+    return findings
+
+
+def check_pages(pager: Pager, nodes: Iterable[Node]) -> list[str]:
+    """The part that can be looked at page by page: of some pages that the index holds now."""
+    findings = []
+    for node in nodes:
+        findings += _check_node(pager, node)
+        findings += _check_kids(pager, node)
+        findings += [
+            f"{node}: evictable from {tier.name}, and no candidate there"
+            for tier in Tier
+            if pager.residency.evictable(node, tier) and not node.queued & (1 << tier)
+        ]  # whatever may be evicted must be found by eviction
     return findings
 
 
@@ -53,45 +71,51 @@ def _check_leases(pager: Pager) -> list[str]:
     return findings
 
 
-def _check_nodes(pager: Pager) -> list[str]:
+def _check_node(pager: Pager, node: Node) -> list[str]:
     """No page without a copy, unless it is in flight; flags agree with what is going on."""
     findings = []
-    leaving = 0
-    for key, node in pager.index.nodes.items():
-        if node.key != key or not node.alive:
-            findings.append(f"{node}: the index holds it as {key.hex()[:8]}")
-        if not node.has_copy and not node.moves and not node.pins:
-            findings.append(f"{node}: no tier holds it")
-        if not 0 < len(node.packed) <= pager.index.page_bytes:
-            findings.append(f"{node}: {node.num_tokens} tokens")
-        if (node.load is not None or node.writing or node.leaving is Leaving.COPY) and not node.moves:
-            findings.append(f"{node}: a copy is in flight and not counted")
-        leaving += node.leaving is not Leaving.NO
-    if leaving != pager.evictor.in_motion:
-        findings.append(f"{leaving} pages are leaving the device, the evictor counts {pager.evictor.in_motion}")
+    if not node.has_copy and not node.moves and not node.pins:
+        findings.append(f"{node}: no tier holds it")
+    if not 0 < len(node.packed) <= pager.index.page_bytes:
+        findings.append(f"{node}: {node.num_tokens} tokens")
+    if (node.load is not None or node.writing or node.leaving is Leaving.COPY) and not node.moves:
+        findings.append(f"{node}: a copy is in flight and not counted")
     return findings
 
 
-def _check_links(pager: Pager) -> list[str]:
-    """Parents, children, and the counts of children by tier."""
+def _check_kids(pager: Pager, node: Node) -> list[str]:
+    """The counts of children by tier."""
+    findings = []
+    children = pager.index.children(node.key)
+    if children and len(node.packed) < pager.index.page_bytes:
+        findings.append(f"{node}: a partial page has children")
+    counted = [0] * len(Tier)
+    for child in children:
+        for tier in child.tiers():
+            counted[tier] += 1
+    if counted != node.kids:
+        findings.append(f"{node}: children by tier are {counted}, its counts say {node.kids}")
+    if not node.pins and any(child.pins for child in children):
+        findings.append(f"{node}: a child is under a lease, it is not")
+    return findings
+
+
+def _check_index(pager: Pager) -> list[str]:
+    """Keys, parents, gaps, and how many pages are leaving."""
     findings = []
     index = pager.index
+    leaving = 0
     linked: set[PageKey] = set()
-    parents = {node.parent for node in index.nodes.values()}
-    for parent_key in parents:
-        linked.update(child.key for child in index.children(parent_key) if child.parent == parent_key)
+    for key, node in index.nodes.items():
+        if node.key != key or not node.alive:
+            findings.append(f"{node}: the index holds it as {key.hex()[:8]}")
+        leaving += node.leaving is not Leaving.NO
+    for parent in {node.parent for node in index.nodes.values()}:
+        linked.update(child.key for child in index.children(parent) if child.parent == parent)
     if linked != set(index.nodes):
         findings.append(f"{len(linked ^ set(index.nodes))} pages are not linked to their parents")
-    for node in index.nodes.values():
-        children = list(index.children(node.key))
-        if children and len(node.packed) < index.page_bytes:
-            findings.append(f"{node}: a partial page has children")
-        there = Counter(tier for child in children for tier in child.tiers())
-        counted = [there[tier] for tier in Tier]
-        if counted != node.kids:
-            findings.append(f"{node}: children by tier are {counted}, its counts say {node.kids}")
-        if not node.pins and any(child.pins for child in children):
-            findings.append(f"{node}: a child is under a lease, it is not")
+    if leaving != pager.evictor.in_motion:
+        findings.append(f"{leaving} pages are leaving the device, the evictor counts {pager.evictor.in_motion}")
     gaps = [gap for gap in index.gaps if gap in index.nodes or not index.children(gap)]
     return findings + [f"{gap.hex()[:8]} is a gap that is none" for gap in gaps]
 
@@ -133,37 +157,35 @@ def _check_slots(pager: Pager, arena: Arena, tier: Tier) -> list[str]:
     return findings
 
 
-def _check_candidates(pager: Pager) -> list[str]:
-    """Whatever may be evicted can be found by eviction."""
-    return [
-        f"{node}: evictable from {tier.name}, and no candidate there"
-        for node in pager.index.nodes.values()
-        for tier in Tier
-        if pager.residency.evictable(node, tier) and not node.queued & (1 << tier)
-    ]
-
-
-def _check_store(pager: Pager) -> list[str]:
-    """The pages booked as durable are the rows of the store, whenever no change of it is on its way."""
+def _check_durable(pager: Pager) -> list[str]:
+    """The ledger of durable pages, and the queue of those to be written."""
     findings = []
-    residency, writeback = pager.residency, pager.writeback
-    durable = {key for key, node in pager.index.nodes.items() if node.durable}
-    if len(durable) != residency.durable_pages:
-        findings.append(f"{len(durable)} pages are durable, the ledger says {residency.durable_pages}")
+    residency = pager.residency
+    durable = sum(node.durable for node in pager.index.nodes.values())
+    if durable != residency.durable_pages:
+        findings.append(f"{durable} pages are durable, the ledger says {residency.durable_pages}")
     pinned = sum(node.durable and node.pins > 0 for node in pager.index.nodes.values())
     if pinned != residency.durable_pinned:
         findings.append(f"{pinned} durable pages are under leases, the ledger says {residency.durable_pinned}")
     for key, node in residency.dirty.items():
         if pager.index.get(key) is not node or node.durable or node.writing:
             findings.append(f"{node}: queued to be written, and need not be")
-    if pager.store is not None and writeback.on and writeback.quiet and not pager.mover.outstanding:
-        try:
-            rows = {meta.key for meta in pager.store.pages()}
-        except StoreFull:  # even looking writes a little; there is nothing to compare with then
-            rows = durable
-        except StoreBroken as exc:  # the disk is at fault, not the books
-            writeback.turn_off(str(exc))
-            return findings
-        if rows != durable:
-            findings.append(f"the store has {len(rows - durable)} rows too many and {len(durable - rows)} too few")
     return findings
+
+
+def _check_store(pager: Pager) -> list[str]:
+    """The pages booked as durable are the rows of the store, whenever no change of it is on its way."""
+    writeback = pager.writeback
+    if pager.store is None or not writeback.on or not writeback.quiet or pager.mover.outstanding:
+        return []
+    durable = {key for key, node in pager.index.nodes.items() if node.durable}
+    try:
+        rows = {meta.key for meta in pager.store.pages()}
+    except StoreFull:  # even looking writes a little; there is nothing to compare with then
+        return []
+    except StoreBroken as exc:  # the disk is at fault, not the books
+        writeback.turn_off(str(exc))
+        return []
+    if rows == durable:
+        return []
+    return [f"the store has {len(rows - durable)} rows too many and {len(durable - rows)} too few"]

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -163,27 +163,22 @@ class Index:
             rows = self._writer.execute("SELECT slot FROM pages ORDER BY slot")
             return np.fromiter((slot for (slot,) in rows), dtype=np.int64)
 
-    def rows(self) -> Iterator[Row]:
-        """Every row, by slot."""
-        for chunk in self._chunks("slot, key, parent, tokens, generation"):
-            yield from map(Row._make, chunk)
+    def rows_after(self, slot: int, count: int) -> list[Row]:
+        """The next rows by slot, no more than so many."""
+        query = "SELECT slot, key, parent, tokens, generation FROM pages WHERE slot > ? ORDER BY slot LIMIT ?"
+        with _sqlite_errors():
+            return [Row._make(row) for row in self._writer.execute(query, (slot, count))]
 
     def metas(self) -> Iterator[PageMeta]:
-        """Every page, by slot."""
+        """Every page, by slot, in chunks: no transaction stays open between two of them."""
         unpack = [struct.Struct(f"<{count}I").unpack for count in range(MAX_PAGE_TOKENS + 1)]
-        for chunk in self._chunks("slot, key, parent, tokens, hits, last_use_s"):
-            for _, key, parent, tokens, hits, last_use_s in chunk:
-                yield PageMeta(key, parent, unpack[len(tokens) // TOKEN_BYTES](tokens), hits, last_use_s)
-
-    def _chunks(self, columns: str) -> Iterator[list[tuple[Any, ...]]]:
-        """All rows by slot in chunks: no transaction stays open between two of them."""
-        query = f"SELECT {columns} FROM pages WHERE slot > ? ORDER BY slot LIMIT ?"
+        query = "SELECT slot, key, parent, tokens, hits, last_use_s FROM pages WHERE slot > ? ORDER BY slot LIMIT ?"
         after = -1
         while True:
             with _sqlite_errors():
                 chunk = self._writer.execute(query, (after, _CHUNK_ROWS)).fetchall()
-            if chunk:
-                yield chunk
+            for _, key, parent, tokens, hits, last_use_s in chunk:
+                yield PageMeta(key, parent, unpack[len(tokens) // TOKEN_BYTES](tokens), hits, last_use_s)
             if len(chunk) < _CHUNK_ROWS:
                 return
             after = chunk[-1][0]
@@ -247,10 +242,11 @@ class Index:
         return slots
 
     def compact(self) -> None:
-        """Rewrite the file without its free pages and empty the write-ahead log."""
-        with self._reader_lock, _sqlite_errors():  # a reader in the middle of a query would keep the log alive
+        """Rewrite the file without its free pages and empty the write-ahead log. Look-ups go on for most of it."""
+        with _sqlite_errors():
             self._writer.execute("VACUUM")
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            with self._reader_lock:  # a reader in the middle of a query would keep the log alive
+                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def rebuild(self) -> None:
         """Make the look-up by key anew from the rows."""

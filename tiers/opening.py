@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from tierd.tiers.errors import StoreBroken, StoreFull
 from tierd.tiers.index import ASIDE_NAME, ASIDE_NAMES, INDEX_NAME, SIDE_FILES, Identity, Index, IndexUnusable
 from tierd.tiers.slab import Slabs, probe, remove_slabs
 from tierd.tiers.slot import SlotGeometry
-from tierd.tiers.store_io import StoreIO, is_full, lock_directory, open_directory
+from tierd.tiers.store_io import MAKE_WRITABLE, StoreIO, is_full, lock_directory, open_directory
 
 # Slabs never take the last of the disk: the log of the index needs room, or nothing could be removed any more.
 INDEX_RESERVE_BYTES = 2 << 20
@@ -99,7 +100,9 @@ def open_store(
             slabs.adopt(index.slots())
             places = [(path, *_identify(io.lstat(path))) for path in (directory, directory / INDEX_NAME)]
         except OSError as exc:
-            raise StoreBroken(f"can't open the store in {directory}: {exc.strerror or exc}; check the disk") from exc
+            closed = exc.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+            todo = MAKE_WRITABLE if closed else "check the disk"
+            raise StoreBroken(f"can't open the store in {directory}: {exc.strerror or exc}; {todo}") from exc
         except StoreFull as exc:
             raise StoreBroken(f"can't open the store in {directory}: {exc}; make room on the disk") from exc
         stack.pop_all()

@@ -4,18 +4,23 @@ A page counts from the moment it is known. While a request runs its pages stay, 
 by the memory, and by how many requests a tenant may have. What is over the bound is forgotten as soon as no lease needs
 it: pages that were used the longest ago first, and of one sequence the last ones first. Pages that the user pinned
 count, and stay.
+
+Which roots are a tenant's is kept in a file beside the store: its requests may have had salts that never come back.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from tierd.tiers import roots_file
 from tierd.tiers.page import PageKey
 from tierd.tiers.prefix import Node
 from tierd.tiers.residency import Residency
 
 MAX_ROOTS = 1024  # of a tenant that are remembered as looked through
+MAX_OWNED = 65_536  # roots of all tenants whose owner is remembered: 9 MB of file
 
 
 class Share:
@@ -49,6 +54,14 @@ class Shares:
         self.forgotten = 0  # pages that went because of a bound
         self._residency = residency
         self._shares: dict[bytes, Share] = {}
+        self._owners: dict[PageKey, bytes] = {}  # of roots, tenants with a bound only
+        self._file: Path | None = None
+
+    def remember(self, file: Path) -> None:
+        """Reads whose pages of the store are whose, and notes there from now on what is new."""
+        self._file = file
+        self._owners = roots_file.read(file, MAX_OWNED) | self._owners
+        self._forget_roots()
 
     def of(self, tenant: bytes, quota_pages: int, root: PageKey) -> Share | None:
         """The share of a tenant who asks for pages below `root`; None without a bound.
@@ -64,13 +77,39 @@ class Shares:
         share = self._shares.get(tenant)
         if share is None:
             share = self._shares[tenant] = Share(quota_pages)
+            for owned in [known for known, owner in self._owners.items() if owner == tenant]:
+                self._count(share, owned)
         share.quota_pages = quota_pages
         if root not in share.roots:
-            self._adopt(share, root)
-            while len(share.roots) >= MAX_ROOTS:
-                del share.roots[next(iter(share.roots))]
-            share.roots[root] = None
+            self._count(share, root)
+            self._note(tenant, root)
         return share
+
+    def _count(self, share: Share, root: PageKey) -> None:
+        """Counts the pages below a root that are there already."""
+        self._adopt(share, root)
+        while len(share.roots) >= MAX_ROOTS:
+            del share.roots[next(iter(share.roots))]
+        share.roots[root] = None
+
+    def _note(self, tenant: bytes, root: PageKey) -> None:
+        if root in self._owners:
+            return
+        self._owners[root] = tenant
+        if self._file is not None:
+            roots_file.append(self._file, root, tenant)
+        if len(self._owners) > MAX_OWNED:
+            self._forget_roots()
+
+    def _forget_roots(self) -> None:
+        """Those without a page go; should too many be left, the oldest as well."""
+        children = self._residency.index.children
+        owners = {root: owner for root, owner in self._owners.items() if children(root)}
+        while len(owners) > MAX_OWNED // 2:
+            del owners[next(iter(owners))]
+        if self._file is not None and len(owners) < len(self._owners):
+            roots_file.write(self._file, owners)
+        self._owners = owners
 
     def used(self, share: Share | None, nodes: Sequence[Node]) -> None:
         """A lease on these pages, in the order of their tokens, has begun or has ended."""

@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from tierd.tiers.errors import PageLost, StoreBroken, StoreError, StoreFull
 from tierd.tiers.index import PageMeta, Row, is_damage
@@ -28,9 +28,18 @@ from tierd.tiers.store_stats import StoreStatistics, StoreTally
 
 T = TypeVar("T")
 
-__all__ = ["Located", "PageMeta", "Store", "StoreStatistics"]
+__all__ = ["Located", "PageMeta", "Store", "StoreStatistics", "Verified"]
 
 CLOSE_WAIT_S = 10.0
+
+
+class Verified(NamedTuple):
+    """What a look at some stored pages has found."""
+
+    keys: list[PageKey]  # of all of them
+    findings: list[str]
+    removed: list[PageKey]
+    last_slot: int
 
 
 class Store:
@@ -213,28 +222,48 @@ class Store:
             with self._guard([]):
                 return self._slabs.shrink()
 
-    def verify(self, repair: bool) -> list[str]:
-        """Read and check every page; returns findings. With `repair` the pages that fail are removed.
-
-        Raises StoreBroken when the store is off, or goes off meanwhile.
-        """
-        dest = aligned_block(self._slabs.geometry.slot_bytes)[: self.geometry.record_bytes]
+    def inspect(self, repair: bool) -> list[str]:
+        """Findings of `check`. With `repair` the look-up by key is made anew if there are any."""
         findings = self.check()
         if repair and findings:
             with self._lock, self._guard([]):
                 self._index.rebuild()
-        for row in self._index.rows():
+        return findings
+
+    def verify_pages(self, after_slot: int, count: int, repair: bool) -> Verified:
+        """Read and check the next pages by slot, no more than so many. With `repair` those that fail are removed.
+
+        Any thread, beside all other work. Raises StoreBroken when the store is off, or goes off meanwhile.
+        """
+        dest = aligned_block(self._slabs.geometry.slot_bytes)[: self.geometry.record_bytes]
+        with self._lock:
+            self._require_usable()
+            with self._guard([]):
+                rows = self._index.rows_after(after_slot, count)
+        found = Verified([PageKey(row.key) for row in rows], [], [], rows[-1].slot if rows else max(after_slot, 0))
+        for row in rows:
             with self._lock:  # for one page at a time, so that writes get their turn
                 self._require_usable()
                 if self._index.lookup(row.key) != row:
-                    continue  # removed or rewritten since the chunk was read
+                    continue  # removed or rewritten since its row was read
                 try:
                     self._records.read(row, dest)
                 except PageLost as lost:
-                    findings.append(f"page {row.key.hex()} in slot {row.slot}: {lost}")
+                    found.findings.append(f"page {row.key.hex()} in slot {row.slot}: {lost}")
                     if repair and self.drop(row, lost):
-                        findings[-1] += "; removed"
-        return findings
+                        found.findings[-1] += "; removed"
+                        found.removed.append(PageKey(row.key))
+        return found
+
+    def missing(self, keys: Sequence[PageKey]) -> list[PageKey]:
+        """Which of these pages the store has not. Any thread; never waits for a write. Raises StoreBroken."""
+        self._require_usable()
+        try:
+            known = self._index.lookup_many(keys)
+        except StoreError as exc:
+            self.turn_off(str(exc), exc)
+            raise
+        return [key for key in keys if key not in known]
 
     def check(self) -> list[str]:
         """Findings of a look at the ledger and the index; empty when right. Reads no page. Raises StoreBroken."""

@@ -218,6 +218,9 @@ def _rest(views: list[memoryview], skip: int) -> list[memoryview]:
     return rest
 
 
+MAKE_WRITABLE = "make it writable, or give another place with --cache-dir"
+
+
 def open_directory(io: StoreIO, directory: Path) -> int:
     """Create the private directory if need be and open it. Raises StoreBroken when it is not ours or can't be had."""
     try:
@@ -226,7 +229,7 @@ def open_directory(io: StoreIO, directory: Path) -> int:
     except OSError as exc:
         if exc.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST):
             raise StoreBroken(f"{directory} is a link or a file; remove it, and a directory takes its place") from exc
-        raise StoreBroken(f"can't use {directory}: {exc.strerror}; check that it is writable") from exc
+        raise StoreBroken(f"can't use {directory}: {exc.strerror}; {MAKE_WRITABLE}") from exc
     try:
         info = io.fstat(dir_fd)
         if info.st_uid != os.geteuid():

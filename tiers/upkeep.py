@@ -1,4 +1,4 @@
-"""What the pager does at the edges of its life: load what is durable, flush, clear, collect, verify."""
+"""What the pager does at the edges of its life: load what is durable, flush, clear, collect."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tierd.tiers import memory
+from tierd.tiers.errand import Errand, Slices
 from tierd.tiers.errors import StoreBroken
 from tierd.tiers.gpu import DeviceRow
 from tierd.tiers.keys import pack_tokens
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Job, JobClass
-from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.page import PageKey
 from tierd.tiers.prefix import Node
 from tierd.tiers.promote import MAX_LOADS
 from tierd.tiers.store import Store
@@ -73,47 +74,30 @@ def clear(pager: Pager) -> int:
     return count
 
 
-def gc(pager: Pager, deadline_s: float) -> int:
-    """See `Pager.gc`."""
-    count = _forget(pager, pager.index.unreachable())
-    if pager.store is not None and pager.writeback.on and _settle_store(pager, deadline_s):
-        try:
-            pager.store.gc()
-        except StoreBroken as exc:
-            pager.writeback.turn_off(str(exc))
-    return count
+class Collection(Errand):
+    """Forgets what no look-up can reach, and has the store give back the space that nothing uses.
 
+    Attributes:
+        removed_pages: that were forgotten.
+        freed_bytes: of the store's files, when it has ended.
+    """
 
-def verify(pager: Pager, repair: bool, deadline_s: float) -> list[str]:
-    """See `Pager.verify`."""
-    findings = pager.check()
-    if pager.store is None:
-        return findings
-    if not pager.writeback.on:
-        return [*findings, _off(pager)]
-    if not _settle_store(pager, deadline_s):
-        return [*findings, "the store is busy: its pages were not verified"]
-    if not pager.writeback.on:  # one of the jobs that were waited for failed
-        return [*findings, _off(pager)]
-    try:
-        findings += pager.store.verify(repair)
-        rows = {meta.key for meta in pager.store.pages()} if repair else set()
-    except StoreBroken as exc:
-        pager.writeback.turn_off(str(exc))
-        return [*findings, _off(pager)]
-    if repair:
-        for node in list(pager.index.nodes.values()):
-            if node.durable and node.key not in rows and not node.moves:
-                pager.residency.take(node, Tier.NVME)
-                pager.residency.settle(node)
-        strange = [key for key in rows if (known := pager.index.get(key)) is None or not known.durable]
-        if strange:
-            pager.store.remove(strange)
-    return findings
+    def __init__(self, pager: Pager, deadline_s: float) -> None:
+        super().__init__(pager, deadline_s)
+        self.removed_pages = self.freed_bytes = 0
 
-
-def _off(pager: Pager) -> str:
-    return f"the disk tier is off, no page of it was read: {pager.writeback.off_reason}"
+    def _slices(self) -> Slices:
+        pager, store = self._pager, self._pager.store
+        nodes = pager.index.unreachable()
+        self.removed_pages = _forget(pager, nodes)
+        dropped_rows = pager.residency.dropped_rows
+        while any(node.key in dropped_rows for node in nodes):
+            yield
+        if store is not None and pager.writeback.on:
+            try:
+                self.freed_bytes = yield from self._by_mover(Link.DISK_WRITE, store.gc)
+            except StoreBroken as exc:
+                pager.writeback.turn_off(str(exc))
 
 
 def _forget(pager: Pager, nodes: list[Node]) -> int:
@@ -123,13 +107,3 @@ def _forget(pager: Pager, nodes: list[Node]) -> int:
             residency.forget(node)
             count += 1
     return count
-
-
-def _settle_store(pager: Pager, deadline_s: float) -> bool:
-    """Waits until no job of the store is queued or running; False if that takes too long."""
-    while not pager.writeback.quiet:
-        if pager.clock() >= deadline_s:
-            return False
-        pager.mover.wait(_WAIT_S)
-        pager.poll(pager.clock())
-    return True

@@ -21,15 +21,13 @@ from tierd.daemon.engine.assemble import Engine
 from tierd.daemon.engine.embed import Embedder
 from tierd.daemon.errors import BadRequest, Draining, Loading, TierdError, TooBusy, Unsupported, to_wire
 from tierd.daemon.protocol import TERMINAL, Event, Message, Request, Submit, Tool, Usage, to_submit
-from tierd.tiers.pager import Pager
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_CALLS = 64  # simple operations in progress
-VERIFY_TIMEOUT_S = 600.0
-GC_TIMEOUT_S = 60.0
+CLEAR_TIMEOUT_S = 60.0
 FINAL_FLUSH_S = 0.5  # of a stop, whatever its timeout says: what is dirty is a few groups of pages
 
 
@@ -56,7 +54,7 @@ class Ops:
         # executors, whose queues keep what was cancelled until it is its turn.
         self._compiling, self._tokenizing = asyncio.Lock(), asyncio.Lock()
         self._embedder = Embedder(embed_places)
-        self._embedding: dict[int, asyncio.Task[None]] = {}  # operations that can be cancelled
+        self._long: dict[int, asyncio.Task[None]] = {}  # operations that can be cancelled
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_s = time.monotonic()
         self._quiet = asyncio.Event()  # set whenever no generation is live
@@ -106,9 +104,9 @@ class Ops:
                     self._refuse(request.id, TooBusy(f"{MAX_CALLS} operations are in progress"))
                 else:
                     task = self._begin(request.id, self._answer(request))
-                    if request.op == "embed":
-                        self._embedding[request.id] = task
-                        task.add_done_callback(lambda _: self._embedding.pop(request.id, None))
+                    if request.op == "embed" or request.args.get("action") in ("verify", "gc"):
+                        self._long[request.id] = task
+                        task.add_done_callback(lambda _: self._long.pop(request.id, None))
             case _:
                 self._refuse(request.id, Unsupported(f"the engine has no operation {request.op[:64]!r}"))
 
@@ -201,7 +199,7 @@ class Ops:
             self._abort(target)
         elif target in self._live and self._engine is not None:
             self._engine.loop.cancel(target)
-        elif isinstance(target, int) and (task := self._embedding.get(target)) is not None:
+        elif isinstance(target, int) and (task := self._long.get(target)) is not None:
             task.cancel()
             self._send(Event(target, "aborted", {}))
         self._send(Event(request.id, "result", {}))
@@ -219,7 +217,7 @@ class Ops:
                 case "flush":
                     data = {"left": await asyncio.wrap_future(self._up().loop.flush(_timeout_s(request.args)))}
                 case "cache":
-                    data = await self._cache(request.args)
+                    data = await self._cache(request)
                 case "prefix":
                     data = await tend.prefix(self._up(), self._tokenizer, request.args)
                 case "resize":
@@ -265,25 +263,23 @@ class Ops:
         )
         return {"tokens": tokens}
 
-    async def _cache(self, args: Mapping[str, Any]) -> dict[str, Any]:
+    async def _cache(self, request: Request) -> dict[str, Any]:
         engine = self._up()
-        loop, pager = engine.loop, engine.pager
-        match args.get("action"):
+        match request.args.get("action"):
             case "verify":
-                repair = bool(args.get("repair", False))
-                call = loop.call(lambda: pager.verify(repair, time.monotonic() + VERIFY_TIMEOUT_S))
-                never_opened = engine.notes if pager.store is None else ()  # why, if a store was wanted
-                return {"findings": [*never_opened, *await asyncio.wrap_future(call)], "pages": _on_disk(pager)[0]}
+                repair = bool(request.args.get("repair", False))
+                return await tend.verify(
+                    engine, repair, lambda data: self._send(Event(request.id, "progress", data))
+                )
             case "gc":
-                before_bytes = _on_disk(pager)[1]
-                call = loop.call(lambda: pager.gc(time.monotonic() + GC_TIMEOUT_S))
-                removed = await asyncio.wrap_future(call)
-                return {"removed_pages": removed, "freed_bytes": max(before_bytes - _on_disk(pager)[1], 0)}
+                return await tend.gc(engine)
             case "clear":
-                removed = await asyncio.wrap_future(loop.call(pager.clear))
+                clear = engine.loop.call(lambda: (engine.pager.clear(), engine.prefixes.clear()))
+                removed, pins = await asyncio.wrap_future(clear)
                 await self._loop.run_in_executor(self._tokenizer, engine.intake.turns.clear)
-                await asyncio.wrap_future(loop.flush(GC_TIMEOUT_S))  # the rows of cleared pages go now, not some time
-                return {"removed_pages": removed}
+                # The rows of cleared pages go now, not some time.
+                await asyncio.wrap_future(engine.loop.flush(CLEAR_TIMEOUT_S))
+                return {"removed_pages": removed, "removed_pins": pins}
             case other:
                 raise Unsupported(f"no cache action {str(other)[:64]!r}", hint="verify, gc or clear", param="action")
 
@@ -316,11 +312,3 @@ def _timeout_s(args: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 3600:
         raise BadRequest("timeout_s must be a number of seconds from 0 to 3600", param="timeout_s")
     return float(value)
-
-
-def _on_disk(pager: Pager) -> tuple[int, int]:
-    """Pages in the store, and the bytes that its files take."""
-    if pager.store is None or pager.writeback.off_reason:  # what one that is off held last is neither read nor there
-        return 0, 0
-    found = pager.store.statistics()
-    return found.used_slots, found.disk_bytes

@@ -1,30 +1,47 @@
-"""Operations on what an engine keeps: its known prefixes, and the sizes of its arenas. They run on the io thread."""
+"""Operations on what an engine keeps: known prefixes, the disk tier, sizes of arenas. They run on the io thread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from tierd.daemon.errors import BadRequest, Conflict, EngineFailed, NotFound, OutOfSpace, Unsupported
+from tierd.daemon.errors import (
+    BadRequest,
+    Conflict,
+    EngineFailed,
+    NotFound,
+    OutOfSpace,
+    TimedOut,
+    TooBusy,
+    Unsupported,
+)
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.units import human_bytes
-from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
+from tierd.tiers.errand import Errand
+from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, StoreFull, TierFull
+from tierd.tiers.upkeep import Collection
+from tierd.tiers.verify import Verification
 
 if TYPE_CHECKING:
     from tierd.daemon.engine.assemble import Engine
+    from tierd.tiers.prefix import Node
 
 MAX_LISTED = 1000
 LISTED = 50
 PREVIEW_CHARS = 80
 RESIZE_TIMEOUT_S = 30.0
 PERSIST_TIMEOUT_S = 30.0
+VERIFY_TIMEOUT_S = 3600.0  # some terabytes
+GC_TIMEOUT_S = 600.0  # the index is rewritten: seconds for a million pages
+_TELL_EVERY_S = 0.25
 _WAKE_EVERY_S = 0.02
 
 T = TypeVar("T")
@@ -81,7 +98,14 @@ async def prefix(engine: Engine, tokenizer: Executor, args: Mapping[str, Any]) -
 async def _persist(engine: Engine, prefix_id: str) -> int:
     """Waits until the pages of a prefix are durable; returns how many had to be written."""
     deadline_s = engine.pager.clock() + PERSIST_TIMEOUT_S
-    missing = left = await _change(engine, engine.prefixes.persist, prefix_id)
+    prefixes = engine.prefixes
+    way: list[Node] = []
+
+    def begin(prefix_id: str) -> int:
+        way.extend(prefixes.way(prefix_id))
+        return prefixes.persist(way)
+
+    missing = left = await _change(engine, begin, prefix_id)
     while left:
         if engine.pager.clock() >= deadline_s:
             raise OutOfSpace(
@@ -90,7 +114,7 @@ async def _persist(engine: Engine, prefix_id: str) -> int:
             )
         await asyncio.sleep(_WAKE_EVERY_S)
         engine.loop.wake()  # it may have nothing else to do
-        left = await _change(engine, engine.prefixes.persist, prefix_id)
+        left = await _change(engine, lambda _: prefixes.persist(way), prefix_id)
     return missing
 
 
@@ -106,6 +130,55 @@ async def _change(engine: Engine, verb: Callable[[str], int], prefix_id: str) ->
     except TierFull as exc:
         raise Conflict(str(exc), hint="unpin another prefix, or give tierd more memory") from None
     return pages
+
+
+async def verify(engine: Engine, repair: bool, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Looks at every page in slices while streams go on: {findings, pages}. `tell` gets the data of progress events.
+
+    Ends early, with a finding that says so, after `VERIFY_TIMEOUT_S`; at once when it is cancelled.
+    """
+    pager = engine.pager
+    errand = Verification(pager, repair, pager.clock() + VERIFY_TIMEOUT_S)
+    told_s = float("-inf")
+    async for _ in _slices(engine, errand):
+        now_s = pager.clock()
+        if now_s - told_s >= _TELL_EVERY_S:
+            told_s, (done, total) = now_s, (errand.read_pages, errand.total_pages)
+            tell({"stage": "verify", "done": done, "total": total, "text": f"{done} of {total} pages are read"})
+    never_opened = engine.notes if pager.store is None else ()  # why, if a store was wanted
+    return {"findings": [*never_opened, *errand.findings], "pages": errand.read_pages}
+
+
+async def gc(engine: Engine) -> dict[str, Any]:
+    """Has the store give back what it does not need: {removed_pages, freed_bytes}. Raises TimedOut."""
+    pager = engine.pager
+    errand = Collection(pager, pager.clock() + GC_TIMEOUT_S)
+    async for _ in _slices(engine, errand):
+        pass
+    if errand.stopped:
+        raise TimedOut(f"the disk did not get to it within {GC_TIMEOUT_S:g} s", hint="try again when it is less busy")
+    return {"removed_pages": errand.removed_pages, "freed_bytes": errand.freed_bytes}
+
+
+async def _slices(engine: Engine, errand: Errand) -> AsyncIterator[None]:
+    """Advances an errand on the step thread until it has ended. Raises what it raised; stops it when cancelled."""
+    try:
+        while True:
+            try:
+                if await asyncio.wrap_future(engine.loop.call(errand.advance)):
+                    break
+            except TooBusy:  # its inbox is full just now
+                pass
+            yield
+            await asyncio.sleep(_WAKE_EVERY_S if errand.waits else 0)
+    except asyncio.CancelledError:
+        with contextlib.suppress(TooBusy, EngineFailed):  # then it just is not advanced any more
+            engine.loop.call(lambda: errand.stop("it was cancelled"))
+        raise
+    if isinstance(errand.error, StoreFull):
+        raise OutOfSpace(str(errand.error), hint="make room on the disk, then say it again")
+    if errand.error is not None:
+        raise errand.error
 
 
 async def resize(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +200,11 @@ async def resize(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
         if size is not None and size < 0:
             raise BadRequest(f"{name} must not be negative", param=name)
     if device_slots == 0:
-        raise BadRequest(f"the device needs {record_bytes} bytes, which is a page", param="device_bytes")
+        raise BadRequest(
+            f"{human_bytes(wanted.device_bytes)} of device memory hold no page: one takes {human_bytes(record_bytes)}",
+            hint=f"a sequence of 1,000 tokens takes {human_bytes(record_bytes * -(-1000 // pager.page_tokens))}",
+            param="device_bytes",
+        )
     _check_memory(wanted, engine, total_memory_bytes())
     if wanted.weights_bytes is not None:
         await _move_weights(engine, wanted.weights_bytes, pager.clock() + wanted.timeout_s)
@@ -140,6 +217,7 @@ async def resize(engine: Engine, args: Mapping[str, Any]) -> dict[str, Any]:
         "device_pages": pager.device.slots,
         "host_pages": pager.host.slots,
         "weights_bytes": engine.weights.memory_bytes,
+        "weights_total_bytes": engine.weights.total_bytes,
     }
 
 
@@ -156,7 +234,7 @@ async def _resize_arenas(engine: Engine, device_slots: int | None, host_slots: i
         call = engine.loop.call(lambda: pager.resizer.start(device_slots, host_slots, deadline_s, done))
         await asyncio.wrap_future(call)
     except TierFull as exc:
-        raise OutOfSpace(f"{exc} (a page has {record_bytes} bytes)") from None
+        raise OutOfSpace(f"{exc} (a page has {human_bytes(record_bytes)})") from None
     while not ended.done():
         if not engine.loop.alive:
             raise EngineFailed("the engine stopped")
@@ -176,7 +254,9 @@ async def _move_weights(engine: Engine, weights_bytes: int, deadline_s: float) -
         await asyncio.wrap_future(engine.loop.call(lambda: engine.weights.retarget(weights_bytes)))
     except DoesNotFit as exc:
         raise OutOfSpace(
-            f"{weights_bytes} bytes are too little for the weights: even streamed they need {exc.needed_bytes}",
+            f"{human_bytes(weights_bytes)} are too little for the weights: even streamed they need "
+            f"{human_bytes(exc.needed_bytes)}",
+            hint=f"--weights-mem {-(-exc.needed_bytes // 10**6)}MB does",
             param="weights_bytes",
         ) from None
     while await asyncio.wrap_future(engine.loop.call(engine.weights.settle)):
@@ -202,7 +282,8 @@ def _check_memory(wanted: _Resize, engine: Engine, total_bytes: int) -> None:
     whole = " and ".join(f"{human_bytes(size)} of {each} memory" for each, size in sizes.items())
     raise OutOfSpace(
         f"{whole} are more than this machine's memory of {human_bytes(total_bytes)}; "
-        f"{max(0, total_bytes - others)} bytes of {name} memory would fit",
+        f"{human_bytes(max(0, total_bytes - others))} of {name} memory would fit",
+        hint=f"--{name}-mem {max(0, total_bytes - others) // 10**6}MB is the most that this machine has for it",
         param=f"{name}_bytes",
     )
 

@@ -3,9 +3,9 @@
     python -m tests.bench.store [--pages 512] [--rounds 7] [--depth 8]
 
 Each round reads the same pages of the same slab file in several ways, one after the other: with plain `os.preadv`
-(O_DIRECT, aligned, as many threads), then with `Store.read_into` through the mover, checks included. Figures are
-medians over the rounds; a ratio is the median of the rounds' ratios. The files lie under `.cache` of the repository, so
-on its disk, and are removed afterwards.
+(O_DIRECT, aligned, as many threads), then with `Store.read_many` through the mover, checks included, then as a lease of
+a pager, from its `fetch` until it is ready. Figures are medians over the rounds; a ratio is the median of the rounds'
+ratios. The files lie under `.cache` of the repository, so on its disk, and are removed afterwards.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ import numpy as np
 from tierd.tiers.arena import Arena
 from tierd.tiers.keys import page_key, root_key
 from tierd.tiers.links import Link
+from tierd.tiers.loader import PAGES_PER_JOB
 from tierd.tiers.mover import Job, JobClass, Mover
-from tierd.tiers.page import PageKey
+from tierd.tiers.page import PageKey, Tier
+from tierd.tiers.pager import Pager
 from tierd.tiers.staging import Staging
 from tierd.tiers.store import PageMeta, Store
 from tierd.tiers.store_io import Bytes
@@ -38,6 +40,8 @@ ROOT = root_key("bench")
 SECTIONS = 30  # of SmolLM2-135M
 SECTION_BYTES = 24_576
 WRITE_GROUP = 32
+PAGE_TOKENS = 16
+SPARE_SLOTS = 32  # of the arena: a pager keeps some free
 
 
 def in_threads(count: int, call: Callable[[int], object], depth: int) -> float:
@@ -69,7 +73,7 @@ class Bench:
     def __init__(self, directory: Path, pages: int, depth: int) -> None:
         self.pages, self.depth = pages, depth
         self.record_bytes = SECTIONS * SECTION_BYTES
-        self.arena = Arena("bench", pages, self.record_bytes)
+        self.arena = Arena("bench", pages + SPARE_SLOTS, self.record_bytes)
         self.arena.array[:] = 1  # so that no page of memory is faulted in while the clock runs
         self.store = Store.open(
             directory,
@@ -81,6 +85,7 @@ class Bench:
         )
         self.slot_bytes = self.store.statistics().slot_bytes
         self.mover = Mover(disk_threads=depth)
+        self.pager: Pager | None = None
         self.keys: list[PageKey] = []
         self.fd = -1
         self.directory = directory
@@ -93,7 +98,7 @@ class Bench:
         for number in range(self.pages):
             row = self.arena.row(number)
             row[:] = np.frombuffer(rng.bytes(len(row)), np.uint8)
-            tokens = tuple(range(number * 16, number * 16 + 16))
+            tokens = tuple(range(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS))
             key = page_key(parent, b"".join(token.to_bytes(4, "little") for token in tokens))
             batch.append((PageMeta(key, parent, tokens, 0, 0.0), row))
             self.keys.append(key)
@@ -111,7 +116,7 @@ class Bench:
 
     def plain_pages(self) -> float:
         """Seconds to read every slot with plain preadv."""
-        rows = [row.data for row in self.arena.array]
+        rows = [row.data for row in self.arena.array[: self.pages]]
         return in_threads(
             self.pages, lambda n: os.preadv(self.fd, [rows[n]], n * self.slot_bytes + 4096), self.depth
         )
@@ -132,6 +137,28 @@ class Bench:
                 assert done.error is None
                 jobs -= 1
         return time.perf_counter() - start_s
+
+    def lease(self) -> float:
+        """Seconds from the fetch of a lease on all pages until it is ready. The pager forgets them again."""
+        if self.pager is None:
+            self.pager = Pager(
+                layout_record_bytes=self.record_bytes, page_tokens=PAGE_TOKENS, root=ROOT, device=self.arena,
+                host=None, store=self.store, mover=self.mover, clock=time.perf_counter,
+                events=lambda name, fields: print(name, fields),
+            )  # fmt: skip
+        pager, tokens = self.pager, list(range(self.pages * PAGE_TOKENS + 1))
+        lease = pager.match(tokens)
+        assert lease.hit_nvme == self.pages * PAGE_TOKENS
+        start_s = time.perf_counter()
+        pager.fetch(lease, float("inf"))
+        while not lease.ready:
+            self.mover.wait(1.0)
+            pager.poll(pager.clock())
+        took_s = time.perf_counter() - start_s
+        pager.release(lease, tokens[:-1])
+        for node in list(pager.index.nodes.values()):
+            pager.residency.evict(node, Tier.DEVICE)
+        return took_s
 
     def _read(self, keys: list[PageKey], rows: list[Bytes]) -> None:
         if len(keys) == 1:
@@ -190,7 +217,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--groups", type=int, nargs="*", default=[1, 4], help="pages of a restoring job")
+    parser.add_argument("--groups", type=int, nargs="*", default=[1, PAGES_PER_JOB], help="pages of a restoring job")
     parser.add_argument("--sections", type=int, nargs="*", default=[1, 2, 5], help="sections of a read")
     arguments = parser.parse_args()
     (REPOSITORY / ".cache").mkdir(exist_ok=True)
@@ -204,6 +231,7 @@ def main() -> None:
             for group in arguments.groups:
                 name = f"restore, {group} pages a job"
                 compare(name, bench.plain_pages, partial(bench.restore, group), total, arguments.rounds)
+            compare("restore, a lease", bench.plain_pages, bench.lease, total, arguments.rounds)
             for count in arguments.sections:
                 staging = Staging(
                     bench.store, bench.mover, SECTIONS, SECTION_BYTES, read_bytes=count * SECTION_BYTES

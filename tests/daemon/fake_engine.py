@@ -170,6 +170,9 @@ class Fake:
                 await asyncio.sleep(self.options.get("flush_s", 0.0))
                 (self.directory / "flushed").touch()
                 self.send(request.id, "result", left=0)
+            case "cache" if "cache_stands" in self.options:
+                self.running[request.id] = asyncio.create_task(asyncio.sleep(600))
+                self.send(request.id, "progress", stage="verify", done=3, total=9, text="3 of 9 pages are read")
             case "cache":
                 self.send(request.id, "result", action=request.args["action"], problems=[])
             case "resize" if "refuse_resize" in self.options:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 
 import pytest
 from fake_engine import vector_of
+from front_harness import set_options, until
 
 from tierd.daemon import ops
 from tierd.daemon.embedding import shortened
@@ -60,6 +62,21 @@ async def test_stop_keeps_its_time(front):
 async def test_prefix_arguments(front, args, words):
     with pytest.raises(BadRequest, match=words):
         await ops.answer(front.service, "prefix", args)
+
+
+async def test_verify_tells_how_far_it_is_and_ends_when_nobody_waits_for_it(front):
+    set_options(front.settings.models_dir / "alpha", cache_stands=True)
+    asked = {"action": "verify", "model": "alpha"}
+    working = asyncio.create_task(ops.answer(front.service, "cache", asked))
+    told = {"stage": "verify", "done": 3, "total": 9, "text": "3 of 9 pages are read"}
+    await until(lambda: ops.progress(front.service, "cache", asked) == told)
+    working.cancel()
+    await asyncio.wait([working])
+    assert ops.progress(front.service, "cache", asked)["text"] == "cache is still at work"
+
+    async with asyncio.timeout(20):
+        while not (await front.service.status())["engines"][0]["cancelled"]:
+            pass
 
 
 async def test_prefix_and_resize_reach_the_engine(front):

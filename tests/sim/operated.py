@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 from tests.sim.clock import Clock
 from tests.sim.engine import Engine
-from tierd.tiers.errors import PrefixInUse, PrefixUnknown, StoreError, TierFull
+from tierd.tiers.errand import Errand
+from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, StoreError, TierFull
+from tierd.tiers.upkeep import Collection
+from tierd.tiers.verify import Verification
 
 
 class Operated:
@@ -19,6 +22,7 @@ class Operated:
     clock: Clock
     _kept: set[bytes]
     _resizing: bool
+    _errands: list[Errand]
     _note: Callable[[str], None]
 
     def _operate(self) -> None:
@@ -27,14 +31,19 @@ class Operated:
         self._kept = set()  # what follows may forget pages
         actions: list[Callable[[], object]] = [
             pager.clear,
-            lambda: pager.gc(deadline_s),
-            lambda: pager.verify(True, deadline_s),
-            lambda: pager.verify(False, deadline_s),
+            lambda: self._errands.append(Collection(pager, deadline_s)),
+            lambda: self._errands.append(Verification(pager, True, deadline_s)),
+            lambda: self._errands.append(Verification(pager, False, deadline_s)),
             lambda: pager.flush(deadline_s),
             pager.page_map,
         ]
         with contextlib.suppress(StoreError):  # the operator is told
             self.rng.choice(actions)()
+
+    def _advance_errands(self) -> None:
+        """A slice each, between two turns; those of an engine that is gone went with it."""
+        running = [errand for errand in self._errands if errand._pager is self.engine.pager]
+        self._errands = [errand for errand in running if not errand.advance()]
 
     def _resize(self) -> None:
         """The operator gives the arenas other sizes, now and then impossible ones."""
@@ -51,13 +60,20 @@ class Operated:
             )  # fmt: skip
 
     def _pin(self) -> None:
-        """The operator wants a prefix kept, or lets go of one, or forgets it."""
+        """The operator wants a prefix kept, on disk or out of memory, or lets go of one, or forgets it."""
         prefixes = self.engine.prefixes
         found, _ = prefixes.listing(100)
         if not found:
             return
         chosen = self.rng.choice(found).id
-        verb = self.rng.choice([prefixes.pin, prefixes.pin, prefixes.unpin, prefixes.drop])
-        with contextlib.suppress(PrefixUnknown, PrefixInUse, TierFull):  # the operator is told
-            verb(chosen)
+        verbs: list[Callable[[str], object]] = [
+            prefixes.pin,
+            prefixes.pin,
+            prefixes.unpin,
+            prefixes.drop,
+            prefixes.evict,
+            lambda prefix: prefixes.persist(prefixes.way(prefix)),
+        ]
+        with contextlib.suppress(PrefixUnknown, PrefixInUse, PrefixNotDurable, TierFull):  # the operator is told
+            self.rng.choice(verbs)(chosen)
         self._kept = {node.key for node in self.engine.pager.index.nodes.values() if node.kept}

@@ -57,6 +57,7 @@ class Simulation(Operated):
         self._serials = itertools.count()
         self._kept: set[bytes] = set()  # pages that are pinned and must be known
         self._resizing = False  # in this turn
+        self._errands = []
         self._waiting: set[Client] = set()  # a submit of theirs is on the time line
         self._known: dict[str, list[tuple[int, ...]]] = {}  # by tenant: sequences whose pages may be known
         self._actions: list[tuple[float, int, Callable[[], None]]] = []
@@ -189,6 +190,7 @@ class Simulation(Operated):
                 time_s, _, action = heapq.heappop(self._actions)
                 self._note(getattr(action, "__name__", "client"))
                 action()
+            self._advance_errands()
             steps = self._computed()
             worked = self._turn()
             idle = 0 if self._computed() > steps else idle + 1

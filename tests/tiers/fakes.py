@@ -24,6 +24,8 @@ from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
 from tierd.tiers.store import Store
+from tierd.tiers.upkeep import Collection
+from tierd.tiers.verify import Verification
 
 PAGE_TOKENS = 4
 RECORD_BYTES = 64  # 16 bytes a token
@@ -304,3 +306,21 @@ def open_store(directory: Path, record_bytes: int, capacity: int = 64) -> Store:
         step_bytes=1 << 20,
         file_bytes=8 << 20,
     )
+
+
+def verify(pager: Pager, repair: bool, deadline_s: float = FAR_S) -> list[str]:
+    """Findings of a verification that nothing else goes on beside."""
+    verification = Verification(pager, repair, deadline_s)
+    verification.run()
+    if verification.error is not None:
+        raise verification.error
+    return verification.findings
+
+
+def gc(pager: Pager, deadline_s: float) -> int:
+    """Pages that a collection forgets, which nothing else goes on beside."""
+    collection = Collection(pager, deadline_s)
+    collection.run()
+    if collection.error is not None:
+        raise collection.error
+    return collection.removed_pages

@@ -70,3 +70,12 @@ def holds(store: Store, number: int, version: int = 0) -> bool:
         return False
     assert found == record(number, version).tobytes(), f"page {number} has wrong bytes"
     return True
+
+
+def verify(store: Store, repair: bool) -> list[str]:
+    """Findings of a look at everything, as `tierd cache verify` has them of the store."""
+    findings, after = store.inspect(repair), -1
+    while (found := store.verify_pages(after, 5, repair)).keys:
+        findings += found.findings
+        after = found.last_slot
+    return findings

@@ -13,7 +13,7 @@ from tierd.tiers.errors import LostReason, PageLost, StoreFull
 from tierd.tiers.links import LinkGroup
 from tierd.tiers.mover import Job, Mover, _Entry
 from tierd.tiers.page import PageKey
-from tierd.tiers.store import PageMeta, Store
+from tierd.tiers.store import PageMeta, Store, Verified
 
 
 class ManualMover(Mover):
@@ -129,6 +129,8 @@ class MemoryStore(Store):
 
     def touch(self, usage: Mapping[PageKey, tuple[int, float]]) -> None:
         for key, (hits, last_use_s) in usage.items():
+            if key not in self.rows:
+                continue
             meta, record = self.rows[key]
             self.rows[key] = (PageMeta(meta.key, meta.parent, meta.tokens, hits, last_use_s), record)
 
@@ -138,8 +140,16 @@ class MemoryStore(Store):
     def gc(self) -> int:
         return 0
 
-    def verify(self, repair: bool) -> list[str]:
+    def inspect(self, repair: bool) -> list[str]:
         return []
+
+    def verify_pages(self, after_slot: int, count: int, repair: bool) -> Verified:
+        """A row's place in the dictionary is its slot."""
+        keys = list(self.rows)[after_slot + 1 : after_slot + 1 + count]
+        return Verified(keys, [], [], after_slot + len(keys))
+
+    def missing(self, keys: Sequence[PageKey]) -> list[PageKey]:
+        return [key for key in keys if key not in self.rows]
 
     def close(self) -> None:
         pass

@@ -6,6 +6,7 @@ import pytest
 
 from tests.tiers.fakes import Rig
 from tests.tiers.stand_ins import MemoryStore
+from tierd.tiers.lease import Lease
 from tierd.tiers.page import Tier
 
 A = list(range(1, 14))  # three full pages and one token
@@ -99,4 +100,53 @@ def test_of_a_lease_that_ended_nothing_is_taken() -> None:
     rig.pager.release(lease, [])
     with pytest.raises(ValueError, match="has ended"):
         rig.pager.adopt(lease, A)
+    rig.close()
+
+
+B = list(range(1, 30))  # seven full pages and one token
+
+
+def windowed(rig: Rig, exact: int, computed: int) -> Lease:
+    """A lease whose first `exact` tokens have keys, and that has computed more."""
+    lease = rig.start(B)
+    rig.allocate(lease, 0, computed)
+    rig.write(lease, B[:computed], 0)
+    rig.pager.commit(lease, B[:exact])
+    return lease
+
+
+def test_pages_that_no_row_sees_any_more_are_free_for_others() -> None:
+    rig = Rig()
+    lease, free = windowed(rig, 8, 24), rig.device.num_free
+    rig.pager.committer.let_go(lease, 0, 1)  # one of the two known pages is still seen
+    assert (len(lease.nodes), lease.dropped) == (2, 0)
+    rig.pager.committer.let_go(lease, 0, 4)
+    assert (len(lease.nodes), lease.dropped, len(lease.private)) == (0, 4, 2)
+    assert rig.device.num_free == free + 2 and rig.device.cached == 2
+    assert [lease.has_slot(page) for page in range(7)] == [False] * 4 + [True] * 2 + [False]
+    assert lease.held_until(16) == 24 and lease.skip(24) == 24
+    rig.check()
+    rig.pager.release(lease, B[:8])
+    rig.check()
+    found = rig.start(B)
+    assert found.num_tokens == 8  # what was known stays so, and nothing else
+    rig.expect(found, B[:8])
+    rig.pager.release(found, [])
+    rig.close()
+
+
+def test_pages_with_sinks_stay() -> None:
+    rig = Rig()
+    lease = windowed(rig, 12, 24)
+    head = lease.nodes[0]
+    rig.pager.committer.let_go(lease, 1, 5)
+    assert lease.nodes == [head] and head.pins == 1 and lease.dropped == 4 and len(lease.private) == 1
+    rig.allocate(lease, 24, 28)
+    rig.pager.committer.let_go(lease, 1, 6)
+    assert lease.dropped == 5 and len(lease.private) == 1
+    rig.check()
+    rig.pager.commit(lease, B[:12])  # nothing gets a key after pages that are gone
+    assert lease.nodes == [head] and rig.pager.adopt(lease, B[:13]) == 0
+    rig.pager.release(lease, B[:12])
+    rig.check()
     rig.close()

@@ -114,17 +114,3 @@ def test_a_page_that_is_kept_leaves_the_store_only_when_memory_has_it() -> None:
     assert not last.readable
     assert not rig.pager.residency.evictable(last, Tier.NVME)
     rig.close()
-
-
-def test_pages_that_only_memory_has_give_way_where_nobody_could_go_on_else() -> None:
-    rig = Rig(device=3, host=0)
-    rig.serve(A)
-    keep(rig, A)
-    other = rig.pager.match(B)
-    assert not rig.pager.allocate(other, 0, 4)
-    assert not rig.pager.evictor.under_way
-    assert rig.pager.evictor.let_kept_go() == rig.pager.evictor.let_go == 3
-    rig.allocate(other, 0, 4)
-    assert rig.pager.evictor.let_kept_go() == 0
-    rig.check()
-    rig.close()

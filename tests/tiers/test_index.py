@@ -61,7 +61,7 @@ def test_rows_survive_and_openings_are_counted(tmp_path: Path, dir_fd: int) -> N
     assert index.lookup(key(10)) == row(0, 10)[0]
     assert index.lookup(key(12)) is None
     assert index.slots().tolist() == [0, 3]
-    assert list(index.rows()) == [row(0, 10)[0], row(3, 11)[0]]
+    assert index.rows_after(-1, 9) == [row(0, 10)[0], row(3, 11)[0]]
     assert list(index.metas()) == [meta(10), meta(11)]
     assert index.check() == []
     index.close()
@@ -106,7 +106,8 @@ def test_touches_wait_for_the_next_commit(tmp_path: Path, dir_fd: int) -> None:
 def test_scan_of_many_chunks(tmp_path: Path, dir_fd: int) -> None:
     index = open_index(tmp_path, dir_fd)
     index.add([row(slot, slot) for slot in range(8192)])
-    assert [found.slot for found in index.rows()] == list(range(8192))
+    assert [found.slot for found in index.rows_after(99, 8)] == list(range(100, 108))
+    assert [found.key for found in index.metas()] == [key(slot) for slot in range(8192)]
     index.close()
 
 

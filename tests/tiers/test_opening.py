@@ -52,6 +52,16 @@ def test_disk_that_changes_bytes_is_refused(ram_path: Path) -> None:
         open_store(ram_path / "kv", io=Changing().as_io())
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_directory_that_cannot_be_written_is_told_with_what_to_do(ram_path: Path, code: int) -> None:
+    with open_store(ram_path / "kv"):
+        pass
+    for name in ("open", "pwritev"):
+        io = FaultyIO(0, code, forever=True, only=(name,))
+        with pytest.raises(StoreBroken, match="make it writable, or give another place with --cache-dir"):
+            open_store(ram_path / "kv", io=io.as_io())
+
+
 def test_full_disk_leaves_the_probe_out(ram_path: Path) -> None:
     with open_store(ram_path / "kv") as store:
         store.write([page(1)])

@@ -331,3 +331,32 @@ def test_a_page_that_is_only_late_stays_in_the_store() -> None:
     rig.settle()
     assert late in store.rows
     rig.check()
+
+
+def test_a_window_of_a_lease_with_pages_given_back() -> None:
+    rig = Rig()
+    lease = rig.start(LONG)
+    rig.grow(lease, LONG[:8], 0)
+    rig.allocate(lease, 8, 24)
+    tables = rig.pager.tables
+    whole = tables.addresses(lease, 6).tolist()
+    assert tables.addresses(lease, 6, 3).tolist() == whole[3:]
+    assert tables.addresses(lease, 6, 4, 1).tolist() == [whole[0], *whole[4:]]
+    rig.pager.committer.let_go(lease, 1, 4)
+    found = tables.addresses(lease, 6, 2, 1).tolist()
+    assert (found[0], found[3:]) == (whole[0], whole[4:])
+    assert set(found[1:3]) <= set(whole)  # pages that are gone are given as some page that is there
+    rig.pager.release(lease, [])
+    rig.check()
+    rig.close()
+
+
+def test_streamed_pages_of_a_window() -> None:
+    rig, lease, _ = larger_than_memory()
+    tables = rig.pager.tables
+    missing = set(streamed(rig, lease))
+    given = [lease.nodes[place].key for place in (0, 1, 4, 5, 6)]
+    found = tables.streamed(lease, tables.addresses(lease, 7, 4, 2), 4, 2)
+    assert found == [key for key in given if key in missing] and found
+    rig.pager.release(lease, LONG)
+    rig.close()

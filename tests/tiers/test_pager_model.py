@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.tiers.fakes import PAGE_TOKENS, Rig, token_bytes
+from tests.tiers.fakes import PAGE_TOKENS, Rig, gc, token_bytes
 from tests.tiers.profiles import big, small
 from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import LostReason, PageLost, StoreFull, TierFull
@@ -172,7 +172,7 @@ class PagerMachine(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        self.rig.pager.gc(self.rig.now_s)
+        gc(self.rig.pager, self.rig.now_s)
 
     @rule(flush=st.booleans(), finish=st.booleans())
     def restart(self, flush: bool, finish: bool) -> None:

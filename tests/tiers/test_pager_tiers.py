@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import Rig, delayed_copy, live_at_random, open_store
+from tests.tiers.fakes import Rig, delayed_copy, live_at_random, open_store, verify
 from tests.tiers.stand_ins import MemoryStore
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 from tierd.tiers.mover import Mover
@@ -89,7 +89,7 @@ def test_the_real_store_and_the_real_mover(tmp_path: Path) -> None:
         rig.now_s += 1
         assert rig.pager.flush(rig.now_s + 60) == 0
         rig.settle()
-        assert rig.pager.verify(repair=True) == []
+        assert verify(rig.pager, repair=True) == []
         rig.check()
         rig.close()
         store.close()

@@ -11,7 +11,8 @@ from tierd.tiers.budget import WriteBudget
 from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
 from tierd.tiers.journal import What
 from tierd.tiers.page import Tier
-from tierd.tiers.prefixes import Prefixes, PrefixInfo
+from tierd.tiers.prefix_info import PrefixInfo
+from tierd.tiers.prefixes import Prefixes
 
 SYSTEM = list(range(1, 9))  # two pages
 ONE = [*SYSTEM, *range(11, 19)]  # two more
@@ -230,11 +231,11 @@ def test_what_is_persisted_is_durable_once_nothing_is_missing_any_more() -> None
     rig = served(MemoryStore())
     prefixes = Prefixes(rig.pager, None)
     one = by_tokens(prefixes)[16]
-    before = prefixes.persist(one.id)
+    before = prefixes.persist(prefixes.way(one.id))
     assert before > 0
     for _ in range(50):
         rig.work()
-        if not (left := prefixes.persist(one.id)):
+        if not (left := prefixes.persist(prefixes.way(one.id))):
             break
     assert left == 0 and by_tokens(prefixes)[16].nvme == 4
     assert not rig.pager.writeback.admission.asked
@@ -251,9 +252,9 @@ def test_what_is_worth_no_write_is_written_when_somebody_asks() -> None:
     prefixes = Prefixes(rig.pager, None)
     partial = by_tokens(prefixes)[9]
     assert partial.nvme == 2  # the second half of the day's writes is not for it
-    assert prefixes.persist(partial.id) == 1
+    assert prefixes.persist(prefixes.way(partial.id)) == 1
     rig.settle()
-    assert prefixes.persist(partial.id) == 0 and by_tokens(prefixes)[9].nvme == 3
+    assert prefixes.persist(prefixes.way(partial.id)) == 0 and by_tokens(prefixes)[9].nvme == 3
     rig.close()
 
 
@@ -261,17 +262,17 @@ def test_nothing_is_persisted_where_nothing_can_be_written() -> None:
     rig = served()
     prefixes = Prefixes(rig.pager, None)
     with pytest.raises(PrefixNotDurable, match="there is none"):
-        prefixes.persist(by_tokens(prefixes)[16].id)
+        prefixes.persist(prefixes.way(by_tokens(prefixes)[16].id))
     rig.close()
     rig = served(MemoryStore())
     prefixes, record_bytes = Prefixes(rig.pager, None), rig.pager.device.record_bytes
     rig.pager.writeback.admission.budget = WriteBudget(record_bytes)
     rig.pager.writeback.admission.budget.spend(record_bytes)
     with pytest.raises(PrefixNotDurable, match="today"):
-        prefixes.persist(by_tokens(prefixes)[16].id)
+        prefixes.persist(prefixes.way(by_tokens(prefixes)[16].id))
     rig.pager.writeback.turn_off("broken")
     with pytest.raises(PrefixNotDurable, match="broken"):
-        prefixes.persist(by_tokens(prefixes)[16].id)
+        prefixes.persist(prefixes.way(by_tokens(prefixes)[16].id))
     rig.close()
 
 
@@ -321,4 +322,54 @@ def test_actions_are_in_the_journal() -> None:
     words = ("pinned", "unpinned", "evicted", "dropped")
     assert [word in entry.text for word, entry in zip(words, entries, strict=True)] == [True] * 4
     assert entries[0].slot >= 0 and entries[2].tier is Tier.NVME and entries[3].key is None
+    rig.close()
+
+
+def test_what_is_persisted_is_looked_up_once_and_may_be_forgotten_meanwhile() -> None:
+    rig = served(MemoryStore())
+    prefixes = Prefixes(rig.pager, None)
+    way = prefixes.way(by_tokens(prefixes)[16].id)
+    assert [node.depth for node in way] == [3, 2, 1, 0]
+    for node in way[:2]:
+        rig.pager.residency.forget(node)
+    with pytest.raises(PrefixUnknown, match="forgotten"):
+        prefixes.persist(way)
+    rig.close()
+
+
+def test_pins_of_what_only_memory_has_end_where_nobody_could_go_on_else(tmp_path: Path) -> None:
+    rig, file = served(device=12), tmp_path / "pinned.json"
+    prefixes = Prefixes(rig.pager, file)
+    one, other = by_tokens(prefixes)[16].id, by_tokens(prefixes)[4].id
+    prefixes.pin(one)
+    last = rig.pager.index.get(prefixes.way(other)[0].key)
+    assert last is not None and prefixes.keep(last, 300.0)
+    assert prefixes.give_up() == 5 and prefixes.pins == 0
+    assert not any(info.pinned for info in by_tokens(prefixes).values())
+    prefixes.pin(other)  # all is marked anew, and there is room
+    assert [tokens for tokens, info in by_tokens(prefixes).items() if info.pinned] == [4]
+    assert not any(info.pinned for tokens, info in by_tokens(Prefixes(rig.pager, file)).items() if tokens != 4)
+    assert prefixes.give_up() == 1 and prefixes.give_up() == 0
+    rig.check()
+    rig.close()
+
+
+def test_pins_of_what_is_on_disk_stay_when_others_have_to_go() -> None:
+    rig = served(MemoryStore())
+    rig.settle()
+    prefixes = Prefixes(rig.pager, None)
+    prefixes.pin(by_tokens(prefixes)[16].id)
+    rig.settle()
+    assert prefixes.give_up() == 0 and by_tokens(prefixes)[16].pinned
+    rig.close()
+
+
+def test_a_clear_ends_pins_of_pages_that_are_not_known_too(tmp_path: Path) -> None:
+    rig, file = served(), tmp_path / "pinned.json"
+    prefixes = Prefixes(rig.pager, file)
+    prefixes.pin(by_tokens(prefixes)[16].id)
+    rig.pager.clear()
+    assert prefixes.pins == 1 and prefixes.clear() == 1 and prefixes.pins == 0
+    rig.serve(ONE)
+    assert not any(info.pinned for info in by_tokens(Prefixes(rig.pager, file)).values())
     rig.close()

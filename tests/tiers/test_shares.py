@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from tests.tiers.fakes import PAGE_TOKENS, Rig
 from tests.tiers.stand_ins import MemoryStore
@@ -184,4 +185,37 @@ def test_random_requests_of_three_tenants() -> None:
             rig.settle()
             rig.check()
             assert rig.known() <= 4
+    rig.close()
+
+
+def test_pages_below_salts_that_never_come_back_count_after_a_restart(tmp_path: Path) -> None:
+    store = MemoryStore(100)
+    rig = TenantRig(device=16, host=0, store=store)
+    rig.pager.shares.remember(tmp_path / "tenants")
+    rig.serve(A, TENANT + b"\0once")
+    rig.serve(B, b"another tenant")
+    rig.pager.flush(rig.now_s + 1)
+    rig.close()
+    rig = TenantRig(device=16, host=0, store=store)
+    rig.pager.shares.remember(tmp_path / "tenants")
+    rig.serve(C, TENANT + b"\0now")
+    rig.settle()
+    assert rig.known(TENANT + b"\0once") + rig.known(TENANT + b"\0now") <= rig.quota_pages
+    assert rig.known(TENANT + b"\0now") == 3 and rig.known(b"another tenant") == 3
+    rig.check()
+    rig.close()
+
+
+def test_roots_without_pages_leave_the_file(tmp_path: Path) -> None:
+    file, store = tmp_path / "tenants", MemoryStore(100)
+    rig = TenantRig(device=16, host=0, store=store)
+    rig.pager.shares.remember(file)
+    for number in range(5):
+        rig.serve([*A, number], TENANT + b"\0%d" % number)
+    rig.pager.flush(rig.now_s + 1)
+    assert len(file.read_text().splitlines()) == 5
+    rig.close()
+    rig = TenantRig(device=16, host=0, store=store)
+    rig.pager.shares.remember(file)
+    assert 0 < len(file.read_text().splitlines()) < 5
     rig.close()

@@ -13,7 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.pages import NAMESPACE, RECORD_BYTES, SLOT_BYTES, holds, key, meta, open_store, page, read, record
+from tests.tiers.pages import (
+    NAMESPACE,
+    RECORD_BYTES,
+    SLOT_BYTES,
+    holds,
+    key,
+    meta,
+    open_store,
+    page,
+    read,
+    record,
+    verify,
+)
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull, StoreLocked
 from tierd.tiers.page import PageKey
 from tierd.tiers.store import PageMeta, Store
@@ -32,7 +44,7 @@ def test_pages_come_back_after_reopening(tmp_path: Path) -> None:
         assert sorted(store.pages(), key=lambda found: found.hits) == [meta(number) for number in range(10)]
         assert all(holds(store, number) for number in range(10))
         assert not holds(store, 10)
-        assert store.verify(repair=False) == []
+        assert verify(store, repair=False) == []
         assert (store.capacity_slots, store.free_slots) == (32, 22)
         figures = store.statistics()
         assert (figures.pages_read, figures.bytes_read) == (10, 10 * SLOT_BYTES)

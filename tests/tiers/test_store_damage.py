@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.pages import RECORD_BYTES, SLOT_BYTES, holds, key, open_store, page, read
+from tests.tiers.pages import RECORD_BYTES, SLOT_BYTES, holds, key, open_store, page, read, verify
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 from tierd.tiers.store import Store
 from tierd.tiers.store_io import aligned_block
@@ -128,11 +128,11 @@ def test_verify_finds_and_repairs(store: Store) -> None:
         for slot in (1, 4):
             file.seek(slot * SLOT_BYTES + 4096)
             file.write(b"wrong")
-    findings = store.verify(repair=False)
+    findings = verify(store, repair=False)
     assert len(findings) == 2
     assert store.statistics().used_slots == 6
-    assert all("removed" in line for line in store.verify(repair=True))
-    assert store.verify(repair=True) == []
+    assert all("removed" in line for line in verify(store, repair=True))
+    assert verify(store, repair=True) == []
     assert len(list(store.pages())) == 4
 
 

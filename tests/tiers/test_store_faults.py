@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.faults import FaultyIO, ShortIO
-from tests.tiers.pages import holds, key, open_store, page, read
+from tests.tiers.pages import holds, key, open_store, page, read, verify
 from tierd.tiers.errors import LostReason, PageLost, StoreBroken, StoreFull
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
@@ -38,7 +38,7 @@ def test_failed_sync_turns_the_store_off(ram_path: Path) -> None:
             store.clear,
             store.gc,
             store.check,
-            lambda: store.verify(repair=True),
+            lambda: verify(store, repair=True),
             lambda: list(store.pages()),
         ):
             with pytest.raises(StoreBroken, match="fdatasync failed"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.faults import FaultyIO
-from tests.tiers.pages import NAMESPACE, holds, key, meta, open_store, page, read, record
+from tests.tiers.pages import NAMESPACE, holds, key, meta, open_store, page, read, record, verify
 from tests.tiers.test_opening import NoDirectIO
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.store import Located, Store
@@ -60,7 +60,7 @@ def test_sections_are_the_bytes_of_the_page(
                 assert section(store, found, first) == whole[first * size : (first + 1) * size]
                 count = min(3, sections - first)
                 assert section(store, found, first, count) == whole[first * size : (first + count) * size]
-        assert store.verify(repair=False) == []
+        assert verify(store, repair=False) == []
 
 
 def test_sections_outlive_reopening(ram_path: Path) -> None:

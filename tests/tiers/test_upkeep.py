@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import ROOT, Rig, open_store
+from tests.tiers.fakes import ROOT, Rig, gc, open_store, verify
 from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers import memory, upkeep
 from tierd.tiers.errors import StoreFull
@@ -64,7 +64,7 @@ def test_gc_drops_what_lies_below_a_lost_page() -> None:
     second = rig.pager.index.nodes[chain(4)[1].key]
     rig.pager.residency.drop_row(second)
     rig.pager.residency.settle(second)
-    assert rig.pager.gc(rig.now_s + 1) == 2
+    assert gc(rig.pager, rig.now_s + 1) == 2
     rig.settle()
     assert len(store.rows) == 1
     rig.check()
@@ -79,9 +79,9 @@ def test_verify_drops_rows_and_pages_that_do_not_agree() -> None:
     gone, (meta, record) = next(iter(store.rows.items()))
     del store.rows[gone]
     store.rows[page_key(ROOT, b"strange")] = (PageMeta(page_key(ROOT, b"strange"), ROOT, (1, 2), 0, 0.0), record)
-    assert len(rig.pager.verify(repair=False)) == 1
-    rig.pager.verify(repair=True)
-    assert rig.pager.verify(repair=False) == []
+    assert len(verify(rig.pager, repair=False)) == 1
+    verify(rig.pager, repair=True)
+    assert verify(rig.pager, repair=False) == []
     assert page_key(ROOT, b"strange") not in store.rows
     assert meta.key == gone
     rig.check()
@@ -93,7 +93,7 @@ def test_rows_of_another_page_size_are_ignored() -> None:
     store.rows[ROOT] = (PageMeta(ROOT, ROOT, tuple(range(9)), 0, 0.0), b"")
     rig = Rig(store=store)
     assert rig.pager.statistics().known_pages == 0
-    rig.pager.verify(repair=True)
+    verify(rig.pager, repair=True)
     assert not store.rows
     rig.close()
 
@@ -125,7 +125,7 @@ def test_flush_and_verify_keep_their_deadlines() -> None:
     rig = Rig(store=store, mover=Stuck(1))
     rig.serve(A)
     assert rig.pager.flush(rig.now_s + 1) == 3
-    assert any("busy" in finding for finding in rig.pager.verify(repair=False, deadline_s=rig.now_s + 1))
+    assert "stopped, for its time was over: 0 of 0" in verify(rig.pager, repair=False, deadline_s=rig.now_s + 1)[0]
     rig.settle()
     rig.check()
     rig.close()
@@ -175,10 +175,10 @@ def test_verify_says_why_the_store_is_off(tmp_path: Path) -> None:
         rig = Rig(store=store, mover=Mover(1))
         rig.serve(A)
         assert rig.pager.flush(rig.now_s + 1) == 0
-        assert rig.pager.verify(repair=False) == []
+        assert verify(rig.pager, repair=False) == []
         shutil.rmtree(tmp_path / "kv")
         for repair in (False, True):
-            (finding,) = rig.pager.verify(repair)
+            (finding,) = verify(rig.pager, repair)
             assert "the disk tier is off" in finding and "was removed or replaced" in finding
         assert len(rig.notices) == 1
         assert not rig.pager.statistics().nvme_on
@@ -209,7 +209,7 @@ def test_a_streamed_page_whose_row_is_gone_is_a_hole_after_verify() -> None:
     rig.settle()
     gone = next(node for node in lease.nodes if not node.readable)
     del store.rows[gone.key]
-    rig.pager.verify(repair=True)
+    verify(rig.pager, repair=True)
     rig.pager.tables.refresh(lease)
     assert [lease.nodes[place] for place in lease.absent] == [gone]
     rig.grow(lease, tokens, len(tokens))

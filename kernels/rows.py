@@ -27,6 +27,12 @@ def check_batch(batch: Batch, vocab: int, context: int, max_rows: int, page_toke
 
     It speaks of `page_offsets[-1]` pages; whether these are there is for whoever knows their addresses.
     """
+    check_rows(batch, vocab, max_rows)
+    check_positions(batch, context, page_tokens)
+
+
+def check_rows(batch: Batch, vocab: int, max_rows: int) -> None:
+    """The part of `check_batch` that has nothing to do with positions."""
     for name, array in batch._asdict().items():
         check_vector(name, array, np.int32)
     tokens, positions, row_seq, page_offsets, logit_rows = batch
@@ -38,11 +44,18 @@ def check_batch(batch: Batch, vocab: int, context: int, max_rows: int, page_toke
     if len(logit_rows) > max_rows:
         raise ValueError(f"a pass gives at most {max_rows} rows of logits, got {len(logit_rows)}")
     _check_range("tokens", tokens, vocab)
-    _check_range("positions", positions, context)
     _check_range("row_seq", row_seq, sequences)
     _check_range("logit_rows", logit_rows, rows)
     if page_offsets[0] < 0 or (page_offsets[1:] < page_offsets[:-1]).any():
         raise ValueError("page_offsets must ascend from 0 or more")
+    if rows - int((row_seq[1:] == row_seq[:-1]).sum()) != len(np.unique(row_seq)):
+        raise ValueError("the rows of a sequence must be adjacent")
+
+
+def check_positions(batch: Batch, context: int, page_tokens: int = PAGE_TOKENS) -> None:
+    """The rest of `check_batch`."""
+    _, positions, row_seq, page_offsets, _ = batch
+    _check_range("positions", positions, context)
     pages = (page_offsets[1:] - page_offsets[:-1])[row_seq]
     if (positions // page_tokens >= pages).any():
         row = int(np.argmax(positions // page_tokens >= pages))
@@ -50,8 +63,52 @@ def check_batch(batch: Batch, vocab: int, context: int, max_rows: int, page_toke
     same = row_seq[1:] == row_seq[:-1]
     if (same & (positions[1:] <= positions[:-1])).any():
         raise ValueError("the rows of a sequence must ascend in position")
-    if rows - int(same.sum()) != len(np.unique(row_seq)):
-        raise ValueError("the rows of a sequence must be adjacent")
+
+
+class Bound(NamedTuple):
+    """What the rows of one sequence see, where that is less than all: a row of the `bounds` of a pass.
+
+    A row at p sees p - window + 1 .. p, and with sinks, from p = sinks + window on, also 0 .. sinks - 1, those as if it
+    stood at sinks + window - 1. (Before that it sees all.) A layer's own window takes its part of both.
+
+    The pages of the sequence are `lead` pages with the sinks, from the first on, and then those that begin at token
+    `base`. What its rows don't see may be any page.
+    """
+
+    window: int = 0  # tokens; 0: all that the pages hold
+    sinks: int = 0
+    lead: int = 0
+    base: int = 0  # with a window a multiple of BASE_TOKENS, else of a page
+
+
+BASE_TOKENS = 256  # sums of attention begin anew there: bits must not depend on where the pages begin
+MAX_POSITION = 1 << 30
+
+
+def check_bounds(batch: Batch, bounds: Ints, context: int, far: bool, page_tokens: int = PAGE_TOKENS) -> None:
+    """Raises ValueError for bounds [sequences, 4] that do not fit a batch, whose own faults are for `check_batch`.
+
+    `context`: positions that there are tables for; `far`: whether rows may stand beyond them.
+    """
+    sequences = len(batch.page_offsets) - 1
+    if bounds.shape != (sequences, len(Bound._fields)) or bounds.dtype != np.int32 or not bounds.flags.c_contiguous:
+        raise ValueError(f"bounds must be contiguous int32 [{sequences}, 4], got {bounds.dtype} {bounds.shape}")
+    window, sinks, lead, base = bounds.T.astype(np.int64)
+    if bounds.size and bounds.min() < 0:
+        raise ValueError("bounds must not be negative")
+    if (sinks > lead * page_tokens).any() or ((sinks > 0) & (window == 0)).any():
+        raise ValueError("sinks need a window, and pages before the others")
+    if (sinks + window)[sinks > 0].max(initial=0) > context:
+        raise ValueError(f"sinks and their window must lie within the {context} positions of the tables")
+    if (base % np.where(window > 0, BASE_TOKENS, page_tokens)).any():
+        raise ValueError(f"pages must begin at a multiple of {BASE_TOKENS} tokens, or of a page without a window")
+    row_window, row_base = window[batch.row_seq], base[batch.row_seq]
+    first = np.where(row_window > 0, batch.positions - row_window + 1, batch.positions)
+    first[first <= sinks[batch.row_seq]] = 0
+    if (first < row_base).any():
+        row = int(np.argmax(first < row_base))
+        raise ValueError(f"row {row} sees token {first[row]}, its pages begin at {row_base[row]}")
+    _check_range("positions", batch.positions, MAX_POSITION if far else context)
 
 
 def check_vector(name: str, array: NDArray[np.integer], dtype: type[np.integer]) -> None:

@@ -17,7 +17,7 @@ from tierd.tiers.links import Link
 from tierd.tiers.mover import Job, JobClass, Mover
 from tierd.tiers.store_io import Bytes, aligned_block, huge_block
 from tierd.tiers.weights_file import Span, WeightFile
-from tierd.tiers.weights_ring import RETRY_S
+from tierd.tiers.weights_read import RETRY_S
 
 
 class PanelReader:

@@ -1,8 +1,8 @@
 """`config.json` of a transformers model -> `ModelSpec`.
 
-Field names, defaults and the meaning of RoPE and window settings are those of the Llama, Mistral, Qwen2 and Qwen3
-classes of transformers 5; its older spelling (`rope_scaling`, `rope_theta`) is read too. What the decoder can't
-compute is refused here, by name: a model that loads but answers wrongly would be worse.
+Field names, defaults and the meaning of RoPE and window settings are those of the Llama, Mistral, Qwen2, Qwen3, Mixtral
+and Qwen3-MoE classes of transformers 5; its older spelling (`rope_scaling`, `rope_theta`) is read too. What the decoder
+can't compute is refused here, by name: a model that loads but answers wrongly would be worse.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 
 from tierd.daemon.models.errors import ModelFileError
-from tierd.daemon.models.spec import ModelSpec, RopeSpec
+from tierd.daemon.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_MIXTURES = ("mixtral", "qwen3_moe")
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20  # hidden, intermediate, heads
 MAX_VOCAB = 1 << 21
 MAX_CONTEXT = 1 << 24
+MAX_EXPERTS = 1024
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _ROPE_KEYS = frozenset(
@@ -28,7 +30,10 @@ _ROPE_KEYS = frozenset(
     "beta_slow attention_factor partial_rotary_factor finetuned".split()
 )
 # Defaults of the configuration classes for keys that a file may leave out.
-_CONTEXT_DEFAULTS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_CONTEXT_DEFAULTS = {
+    "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072, "qwen3_moe": 32768,
+}  # fmt: skip
+_KV_HEADS_DEFAULTS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # else as many as there are heads
 
 
 class Fields:
@@ -92,27 +97,28 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     num_layers = fields.integer("num_hidden_layers", MAX_LAYERS)
     context = fields.integer("max_position_embeddings", MAX_CONTEXT, _CONTEXT_DEFAULTS[family])
     head_dim = fields.integer("head_dim", MAX_WIDTH, 128 if family == "qwen3" else max(1, hidden // heads))
-    rope = _rope(fields, context)
-    attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3") else False
+    rope = _rope(fields, context, 1e6 if family == "mixtral" else 1e4)
+    attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3", "qwen3_moe") else False
     spec = ModelSpec(
         family=family,
         num_layers=num_layers,
         hidden=hidden,
         intermediate=fields.integer("intermediate_size", MAX_WIDTH),
         heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", MAX_WIDTH, 8 if family == "mistral" else heads),
+        kv_heads=fields.integer("num_key_value_heads", MAX_WIDTH, _KV_HEADS_DEFAULTS.get(family, heads)),
         head_dim=head_dim,
         vocab=fields.integer("vocab_size", MAX_VOCAB),
         context=_usable_context(context, rope),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
         tied=fields.flag("tie_word_embeddings"),
         rope=rope,
         qkv_bias=True if family == "qwen2" else attention_bias,
         o_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias") if family == "llama" else False,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         windows=_windows(fields, family, num_layers, context),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        experts=_experts(fields, family, num_layers) if family in _MIXTURES else None,
     )
     return check_spec(spec, fields.where)
 
@@ -123,6 +129,8 @@ def check_spec(spec: ModelSpec, where: str) -> ModelSpec:
         raise ModelFileError(f"{where}: {spec.heads} heads can't share {spec.kv_heads} key/value heads evenly")
     if spec.head_dim % 2:
         raise ModelFileError(f"{where}: a head of {spec.head_dim} elements can't be rotated in pairs")
+    if spec.experts is not None and spec.experts.used > spec.experts.count:
+        raise ModelFileError(f"{where}: a token can't use {spec.experts.used} of {spec.experts.count} experts")
     return spec
 
 
@@ -145,12 +153,41 @@ def _family(fields: Fields) -> str:
         raise fields.error("quantized safetensors (quantization_config) aren't supported; take a GGUF file")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.error(f"activation {config['hidden_act']!r} isn't supported, only silu is")
-    if config.get("no_rope_layers") or config.get("num_local_experts"):
-        raise fields.error("layers without rotary positions and mixtures of experts aren't supported")
+    if config.get("no_rope_layers"):
+        raise fields.error("layers without rotary positions aren't supported")
+    if family not in _MIXTURES and config.get("num_local_experts"):
+        raise fields.error(f"mixtures of experts aren't supported for {family}")
     return str(family)
 
 
-def _rope(fields: Fields, context: int) -> RopeSpec:
+def _experts(fields: Fields, family: str, num_layers: int) -> ExpertsSpec | None:
+    """Which layers are mixtures, and of what; None when none is."""
+    if family == "mixtral":
+        return ExpertsSpec(
+            count=fields.integer("num_local_experts", MAX_EXPERTS, 8),
+            used=fields.integer("num_experts_per_tok", MAX_EXPERTS, 2),
+            intermediate=fields.integer("intermediate_size", MAX_WIDTH),
+            renormalized=True,
+            layers=tuple(range(num_layers)),
+        )
+    dense = fields.data.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise fields.error("mlp_only_layers must be a list of layers")
+    step = fields.integer("decoder_sparse_step", MAX_LAYERS, 1)
+    layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % step == 0)
+    key = "num_experts" if fields.data.get("num_experts") else "num_local_experts"  # transformers 5 writes the other
+    if not layers or fields.data.get(key) == 0:
+        return None
+    return ExpertsSpec(
+        count=fields.integer(key, MAX_EXPERTS, 128),
+        used=fields.integer("num_experts_per_tok", MAX_EXPERTS, 8),
+        intermediate=fields.integer("moe_intermediate_size", MAX_WIDTH, 768),
+        renormalized=fields.flag("norm_topk_prob"),
+        layers=layers,
+    )
+
+
+def _rope(fields: Fields, context: int, default_theta: float) -> RopeSpec:
     """RoPE parameters from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     config = fields.data
     raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -168,7 +205,7 @@ def _rope(fields: Fields, context: int) -> RopeSpec:
     if partial != 1:
         raise fields.error("rotating only a part of each head (partial_rotary_factor) isn't supported")
     rope = Fields(raw, "config.json, rope_parameters")
-    theta = rope.number("rope_theta", Fields(config, fields.where).number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", Fields(config, fields.where).number("rope_theta", default_theta))
     if kind == "default":
         return RopeSpec(theta=theta)
     factor = rope.number("factor")
@@ -210,10 +247,14 @@ def _windows(fields: Fields, family: str, num_layers: int, context: int) -> tupl
     config = fields.data
     if family == "llama":
         return ()
-    if family == "mistral":
-        if "sliding_window" in config and config["sliding_window"] is None:
+    windows: tuple[int, ...]
+    if family in ("mistral", "mixtral"):
+        if config.get("sliding_window") is None and (family == "mixtral" or "sliding_window" in config):
             return ()
-        windows: tuple[int, ...] = (fields.integer("sliding_window", MAX_CONTEXT, 4096),) * num_layers
+        windows = (fields.integer("sliding_window", MAX_CONTEXT, 4096),) * num_layers
+    elif family == "qwen3_moe":  # all layers or none: max_window_layers and layer_types count for nothing
+        window = fields.integer("sliding_window", MAX_CONTEXT, 4096) if fields.flag("use_sliding_window") else 0
+        windows = (window,) * num_layers
     else:
         window = fields.integer("sliding_window", MAX_CONTEXT, 4096) if fields.flag("use_sliding_window") else 0
         types = config.get("layer_types")

@@ -98,10 +98,18 @@ def model_digest(
 ) -> str:
     """The identity of a prepared model: spec, layout, weight content, tokenizer and template."""
     digest = new_digest()
-    for part in (msgspec.json.encode(spec), msgspec.json.encode(records), weights, tokenizer.encode()):
+    for part in (_encoded(spec), msgspec.json.encode(records), weights, tokenizer.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     digest.update((template or "none").encode())
     return digest.hexdigest()
+
+
+def _encoded(spec: ModelSpec) -> bytes:
+    """Dense models have the digest that they had before there were experts."""
+    fields = msgspec.to_builtins(spec)
+    if spec.experts is None:
+        del fields["experts"]
+    return msgspec.json.encode(fields)
 
 
 def verify(

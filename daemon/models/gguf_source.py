@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.ggml_types import readable
-from tierd.daemon.models.gguf_file import GgufFile
+from tierd.daemon.models.gguf_file import GgufFile, GgufTensor
 from tierd.daemon.models.gguf_spec import ROPE_FREQS, spec_from_gguf
 from tierd.daemon.models.records import PlannedPart
 from tierd.daemon.models.source import (
@@ -46,6 +47,7 @@ _NAMES = {
     "gate_bias": "ffn_gate.bias",
     "up_bias": "ffn_up.bias",
     "down_bias": "ffn_down.bias",
+    "router": "ffn_gate_inp.weight",
 }
 
 
@@ -61,15 +63,17 @@ def open_gguf(path: Path) -> ModelSource:
     used = {ROPE_FREQS}
 
     def find(part: PlannedPart) -> SourceTensor:
-        name = _NAMES[part.slot] if part.layer < 0 else f"blk.{part.layer}.{_NAMES[part.slot]}"
+        name = _name(part, file)
         found = file.tensors.get(name)
         if found is None:
             raise ModelFileError(f"{path.name}: tensor {name} is missing; the file is incomplete, fetch it again")
         used.add(name)
+        if part.expert >= 0 and found.num_dims == 3:
+            found = _one_of(found, part, spec)
         read = functools.partial(file.read_rows, found)
         tensor = SourceTensor(name, readable(found.type_id), found.rows, found.cols, read)
         tensor = check_shape(tensor, part, found.num_dims)
-        if spec.family != "llama":
+        if spec.family not in ("llama", "mixtral"):
             return tensor
         match part.slot:
             case "q" | "k":
@@ -80,6 +84,31 @@ def open_gguf(path: Path) -> ModelSource:
                 return tensor
 
     return ModelSource(spec, text, find, lambda: sorted(set(file.tensors) - used), file.close)
+
+
+def _name(part: PlannedPart, file: GgufFile) -> str:
+    """The tensor that holds a part. All experts of a layer are in one, in files of early 2024 each has its own."""
+    if part.layer < 0:
+        return _NAMES[part.slot]
+    name = f"blk.{part.layer}.{_NAMES[part.slot]}"
+    if part.expert < 0:
+        return name
+    single = f"blk.{part.layer}.ffn_{part.slot}.{part.expert}.weight"
+    return single if single in file.tensors else f"blk.{part.layer}.ffn_{part.slot}_exps.weight"
+
+
+def _one_of(found: GgufTensor, part: PlannedPart, spec: ModelSpec) -> GgufTensor:
+    """The rows of one expert among those of all. Raises ModelFileError when it has others than those."""
+    count = spec.experts.count if spec.experts is not None else 0
+    if found.rows != count * part.rows:
+        raise ModelFileError(
+            f"tensor {found.name} has {found.rows} rows, {count} experts have {count * part.rows}; fetch the file again"
+        )
+    row_bytes = found.size_bytes // found.rows
+    offset = found.offset + part.expert * part.rows * row_bytes
+    return dataclasses.replace(
+        found, rows=part.rows, num_dims=2, offset=offset, size_bytes=part.rows * row_bytes
+    )
 
 
 def _text(file: GgufFile, spec: ModelSpec) -> TextSide:

@@ -1,4 +1,4 @@
-"""GGUF metadata -> `ModelSpec`, for the architectures `llama` (Mistral files are llama too), `qwen2` and `qwen3`."""
+"""GGUF metadata -> `ModelSpec`: architectures `llama` (of Mistral and Mixtral, too), `qwen2`, `qwen3`, `qwen3moe`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from tierd.daemon.models.config_json import (
     MAX_CONTEXT,
+    MAX_EXPERTS,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
@@ -19,9 +20,10 @@ from tierd.daemon.models.dequant import dequantize
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.ggml_types import readable
 from tierd.daemon.models.gguf_file import GgufFile
-from tierd.daemon.models.spec import ModelSpec, RopeSpec
+from tierd.daemon.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+_FAMILIES = {"qwen3moe": "qwen3_moe"}  # where a name of transformers is another one
 
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -38,10 +40,8 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
     if arch not in ARCHITECTURES:
         raise ModelFileError(
             f"{where}: architecture {arch!r} isn't supported; supported are {', '.join(ARCHITECTURES)} "
-            "(SmolLM2, Mistral and TinyLlama files are llama)"
+            "(SmolLM2, Mistral, Mixtral and TinyLlama files are llama)"
         )
-    if file.metadata.get(f"{arch}.expert_count"):
-        raise ModelFileError(f"{where}: mixtures of experts aren't supported")
     hidden = meta.integer(f"{arch}.embedding_length", MAX_WIDTH)
     heads = _uniform(meta, f"{arch}.attention.head_count", None)
     head_dim = meta.integer(f"{arch}.attention.key_length", MAX_WIDTH, max(1, hidden // heads))
@@ -51,11 +51,13 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
         raise ModelFileError(f"{where}: rotating only a part of each head isn't supported")
     context = meta.integer(f"{arch}.context_length", MAX_CONTEXT)
     num_layers = meta.integer(f"{arch}.block_count", MAX_LAYERS)
+    intermediate = _uniform(meta, f"{arch}.feed_forward_length", None)
+    experts = _experts(file, meta, str(arch), num_layers, intermediate)
     spec = ModelSpec(
-        family=str(arch),
+        family="mixtral" if experts is not None and arch == "llama" else _FAMILIES.get(str(arch), str(arch)),
         num_layers=num_layers,
         hidden=hidden,
-        intermediate=_uniform(meta, f"{arch}.feed_forward_length", None),
+        intermediate=intermediate,
         heads=heads,
         kv_heads=_uniform(meta, f"{arch}.attention.head_count_kv", heads),
         head_dim=head_dim,
@@ -70,8 +72,30 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         windows=_windows(meta, str(arch), num_layers, context),
         dtype="float32",
+        experts=experts,
     )
     return check_spec(spec, where)
+
+
+def _experts(file: GgufFile, meta: Fields, arch: str, num_layers: int, intermediate: int) -> ExpertsSpec | None:
+    """The layers that have a router; None when the file speaks of no experts."""
+    if not meta.data.get(f"{arch}.expert_count"):
+        return None
+    if arch not in ("llama", "qwen3moe"):
+        raise meta.error(f"mixtures of experts aren't supported for {arch}, only for Mixtral (llama) and qwen3moe")
+    if meta.data.get(f"{arch}.expert_shared_count"):
+        raise meta.error("experts that every token goes through aren't supported")
+    layers = tuple(n for n in range(num_layers) if f"blk.{n}.ffn_gate_inp.weight" in file.tensors)
+    if not layers:
+        raise meta.error("it speaks of experts, and no layer has any; the file is incomplete, fetch it again")
+    return ExpertsSpec(
+        count=meta.integer(f"{arch}.expert_count", MAX_EXPERTS),
+        used=meta.integer(f"{arch}.expert_used_count", MAX_EXPERTS),
+        intermediate=_uniform(meta, f"{arch}.expert_feed_forward_length", intermediate),
+        # llama.cpp does so for both architectures when the file says nothing.
+        renormalized=meta.flag(f"{arch}.expert_weights_norm", True),
+        layers=layers,
+    )
 
 
 def _uniform(meta: Fields, key: str, default: int | None) -> int:

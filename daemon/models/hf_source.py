@@ -49,6 +49,13 @@ _NAMES = {
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
 }
+# Of mixtures, by family: the router, and how the matrices of an expert are called.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe.gate.weight", "block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
+    "qwen3_moe": (
+        "mlp.gate.weight", "mlp.experts", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    ),
+}  # fmt: skip
 _HEAD = "lm_head.weight"
 
 
@@ -78,7 +85,7 @@ def open_directory(directory: Path) -> ModelSource:
     used: set[str] = {_HEAD} if spec.tied else set()
 
     def find(part: PlannedPart) -> SourceTensor:
-        name = _HEAD if part.slot == "head" else prefix + _layer(part) + _NAMES[part.slot]
+        name = _HEAD if part.slot == "head" else prefix + _layer(part) + _name(part, spec.family)
         if name not in tensors:
             raise ModelFileError(f"tensor {name} is missing from {directory.name}; fetch the model again")
         used.add(name)
@@ -95,6 +102,14 @@ def open_directory(directory: Path) -> ModelSource:
 
 def _layer(part: PlannedPart) -> str:
     return "" if part.layer < 0 else f"layers.{part.layer}."
+
+
+def _name(part: PlannedPart, family: str) -> str:
+    """Of a tensor within its layer."""
+    if part.slot != "router" and part.expert < 0:
+        return _NAMES[part.slot]
+    router, experts, names = _EXPERTS[family]
+    return router if part.slot == "router" else f"{experts}.{part.expert}.{names[part.slot]}.weight"
 
 
 def _read_text(path: Path, limit_bytes: int) -> bytes | None:

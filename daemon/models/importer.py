@@ -28,6 +28,7 @@ from tierd.daemon.models.hub import Progress
 from tierd.daemon.models.records import PlannedTensor, plan_records
 from tierd.daemon.models.safetensors_file import refuse_without_weights
 from tierd.daemon.models.source import ModelSource, SourceTensor
+from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.models.weights import AUTO, PlacedRecord, parse_format, place, write_tensor
 from tierd.daemon.units import human_bytes
 
@@ -98,6 +99,19 @@ def import_model(
         finally:
             model.close()
     return manifest
+
+
+def survey(source: Path) -> tuple[ModelSpec, str, int]:
+    """What `source` would become as it is: its shape, the format of most of its weights, their bytes.
+
+    Raises ModelFileError for a source that can't be used.
+    """
+    model = open_source(source)
+    try:
+        placed = place(plan_records(model.spec), lambda tensor: _find(model, tensor), None)
+    finally:
+        model.close()
+    return model.spec, _most(placed), placed[-1].offset + placed[-1].bytes
 
 
 def open_source(source: Path) -> ModelSource:
@@ -193,11 +207,6 @@ def _manifest(
     model: ModelSource, placed: list[PlacedRecord], records: tuple[RecordEntry, ...], weights_digest: bytes
 ) -> Manifest:
     """The manifest but for what the caller knows: name, source, and the format that was asked for."""
-    formats: Counter[str] = Counter()
-    for record in placed:
-        for tensor in record.tensors:
-            if not tensor.planned.vector:
-                formats[tensor.format.value] += tensor.bytes
     text = model.text
     tokenizer = text_digest(text.tokenizer_json)
     template = None if text.chat_template is None else text_digest(text.chat_template)
@@ -208,7 +217,7 @@ def _manifest(
         source_digest="",
         weights="",
         spec=model.spec,
-        format=formats.most_common(1)[0][0],
+        format=_most(placed),
         context=model.spec.context,
         digest=model_digest(model.spec, records, weights_digest, tokenizer, template),
         bytes=records[-1].offset + records[-1].bytes,
@@ -222,6 +231,16 @@ def _manifest(
         sampling=text.sampling,
         pooling=text.pooling,
     )
+
+
+def _most(placed: list[PlacedRecord]) -> str:
+    """The format of most bytes."""
+    formats: Counter[str] = Counter()
+    for record in placed:
+        for tensor in record.tensors:
+            if not tensor.planned.vector:
+                formats[tensor.format.value] += tensor.bytes
+    return formats.most_common(1)[0][0]
 
 
 def _write_texts(directory: Path, model: ModelSource, manifest: Manifest) -> None:

@@ -6,20 +6,26 @@ CPU the device's memory and the computer's are one, so there are two places and 
 Every byte of the layers and the head is read in every pass, so what counts is how many bytes find no memory. Streamed
 records come through a ring of two or three slots, each as large as the largest of them; the head, which can be larger
 than ten layers, comes in parts. Of the embedding a pass needs single rows, which come in panels of 16.
+
+Of experts a pass needs few. They go last: whatever memory the others leave is slots, in which those lie that were used
+the most (`tiers.weights_cache`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry
+from tierd.daemon.models.records import EXPERT_PREFIX
 
 ALIGN_BYTES = 4096  # what O_DIRECT reads
 MAX_SLOTS = 3  # one is computed on while two are read: the disk never waits for a check or a late thread
 MIN_SLOTS = 2
 PART_BYTES = 8 << 20  # of the head, when no layer is streamed: then nothing else says how large a slot is
 MIN_PART_BYTES = 64 << 10
+MIN_EXPERT_SLOTS = 4
 _PANEL_ROWS = 16
 _MAX_SECTIONS = 3  # of a packed matrix; each of them is read with up to a block too much at either end
 
@@ -38,7 +44,8 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which records lie where, and the memory that takes. Bytes of `streamed` are read in every pass."""
+    """Which records lie where, and the memory that takes. Bytes of `streamed` are read in every pass, those of experts
+    that have no slot when a pass needs them."""
 
     resident: frozenset[str]
     streamed: tuple[str, ...]  # in the order of a pass: layers, then the head
@@ -49,6 +56,13 @@ class Placement:
     rows_bytes: int  # memory for the rows of a pass
     resident_bytes: int
     streamed_bytes: int
+    expert_slots: int = 0
+    expert_slot_bytes: int = 0
+
+    @property
+    def experts_bytes(self) -> int:
+        """Memory of the slots for experts."""
+        return self.expert_slots * self.expert_slot_bytes
 
     @property
     def ring_bytes(self) -> int:
@@ -58,14 +72,14 @@ class Placement:
     @property
     def memory_bytes(self) -> int:
         """Memory of everything."""
-        return self.resident_bytes + self.ring_bytes + self.rows_bytes
+        return self.resident_bytes + self.ring_bytes + self.rows_bytes + self.experts_bytes
 
 
 def place(manifest: Manifest, memory_bytes: int | None, max_rows: int) -> Placement:
     """The placement that reads the fewest bytes in a pass; everything is resident when it fits, or without a bound.
 
     Args:
-        memory_bytes: for resident records, the ring and the rows of the embedding.
+        memory_bytes: for resident records, the ring, the rows of the embedding and the slots of experts.
         max_rows: of a pass.
 
     Raises DoesNotFit.
@@ -80,7 +94,7 @@ def place(manifest: Manifest, memory_bytes: int | None, max_rows: int) -> Placem
     # The third slot may cost a layer its place; a late read costs every pass more than that.
     wide = [candidate for candidate in fitting if candidate.slots != MIN_SLOTS]
     least = min(wide or fitting, key=lambda candidate: (candidate.streamed_bytes, candidate.memory_bytes))
-    return _with_embedding(manifest, least, memory_bytes)
+    return _with_experts(manifest, _with_embedding(manifest, least, memory_bytes), memory_bytes)
 
 
 def everything_resident(manifest: Manifest) -> Placement:
@@ -106,7 +120,9 @@ def _candidates(manifest: Manifest, max_rows: int) -> Iterator[Placement]:
     layers = [record for record in manifest.records if record.name.startswith("layer.")]
     head = next(record for record in manifest.records if record.name == head_record(manifest))
     embed = next(record for record in manifest.records if record.name == "embed")
-    fixed = [record for record in manifest.records if record not in (*layers, head, embed)]
+    others = [record for record in manifest.records if not record.name.startswith(EXPERT_PREFIX)]
+    fixed = [record for record in others if record not in (*layers, head, embed)]
+    least_slots, expert_bytes = _expert_slots(manifest)
     for head_stays in (True, False):
         rows = not (head_stays and manifest.spec.tied)
         rows_bytes = _rows_bytes(embed, max_rows) if rows else 0
@@ -120,7 +136,7 @@ def _candidates(manifest: Manifest, max_rows: int) -> Iterator[Placement]:
             for slots in (MAX_SLOTS, MIN_SLOTS) if names else (0,):
                 yield Placement(
                     frozenset(record.name for record in here), tuple(names), rows, slots, slot_bytes, panels,
-                    rows_bytes, sum(record.bytes for record in here), each_pass,
+                    rows_bytes, sum(record.bytes for record in here), each_pass, least_slots, expert_bytes,
                 )  # fmt: skip
 
 
@@ -160,10 +176,27 @@ def _with_embedding(manifest: Manifest, found: Placement, memory_bytes: int) -> 
     spare_bytes = memory_bytes - found.memory_bytes + found.rows_bytes
     if manifest.spec.tied or embed.bytes > spare_bytes:
         return found
-    return Placement(
-        found.resident | {"embed"}, found.streamed, False, found.slots, found.slot_bytes, found.part_panels, 0,
-        found.resident_bytes + embed.bytes, found.streamed_bytes,
+    return dataclasses.replace(
+        found, resident=found.resident | {"embed"}, rows=False, rows_bytes=0,
+        resident_bytes=found.resident_bytes + embed.bytes,
     )  # fmt: skip
+
+
+def _expert_slots(manifest: Manifest) -> tuple[int, int]:
+    """The least slots that experts need, and bytes of one: a row's experts of a layer, and as many of the next."""
+    experts = manifest.spec.experts
+    if experts is None:
+        return 0, 0
+    largest = max(record.bytes for record in manifest.records if record.name.startswith(EXPERT_PREFIX))
+    return min(max(MIN_EXPERT_SLOTS, 2 * experts.used), experts.total), largest
+
+
+def _with_experts(manifest: Manifest, found: Placement, memory_bytes: int) -> Placement:
+    """The same with as many slots as what is left has room for."""
+    if manifest.spec.experts is None:
+        return found
+    more = (memory_bytes - found.memory_bytes) // found.expert_slot_bytes
+    return dataclasses.replace(found, expert_slots=min(found.expert_slots + more, manifest.spec.experts.total))
 
 
 def _up(count: int) -> int:

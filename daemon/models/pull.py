@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 
 from tierd.daemon.errors import Conflict, ModelInvalid, PermissionDenied, TierdError
@@ -11,10 +12,12 @@ from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.digests import source_digest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.hub import Hub, Progress
-from tierd.daemon.models.importer import import_model
+from tierd.daemon.models.importer import import_model, survey
+from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.models.weights import AUTO, parse_format
 from tierd.daemon.paths import cache_dir as default_cache_dir
 
+Choose = Callable[[ModelSpec, str, int], str | None]  # shape, format and bytes as they are: another format, or None
 UNCHANGED = "unchanged"  # the stage reported when nothing had to be done
 
 
@@ -29,8 +32,11 @@ def pull(
     force: bool = False,
     cache_dir: Path | None = None,
     hub: Hub | None = None,
+    choose: Choose | None = None,
 ) -> Manifest:
     """Prepare the model that `ref` means and return its manifest.
+
+    `choose` says which weight format a model gets when `weights` is None; without it that of its source.
 
     What is prepared already from the same content, in the same weight format, stays as it is: the stage `unchanged` is
     reported then. Stages: `check`, `download`, `unpack`, `import`, `unchanged`. Raises only `TierdError`s: BadRequest
@@ -48,6 +54,10 @@ def pull(
             progress(UNCHANGED, 1, 1)
             return kept
         source = fetch.resolve(ref, cache_dir or default_cache_dir(), progress, offline, hub=hub)
+        if weights is None and choose is not None:
+            weights = choose(*survey(source))
+            if weights is not None and current is not None and current.weights == weights and not force:
+                kept = current
         digest = source_digest(source)
         if kept is not None and kept.source_digest == digest:
             progress(UNCHANGED, 1, 1)

@@ -1,6 +1,7 @@
 """What a prepared model consists of: the records of `weights.bin` and the source tensors each part is made from.
 
 A record is what the engine loads, keeps or streams as one piece: the embedding, one layer, the final norm, the head.
+In a mixture each expert is a record, too, and its layer's record has the router instead of an MLP.
 """
 
 from __future__ import annotations
@@ -11,25 +12,32 @@ from tierd.daemon.models.spec import ModelSpec
 
 RECORD_ALIGN_BYTES = 4096  # O_DIRECT and mmap
 TENSOR_ALIGN_BYTES = 64  # a cache line
+EXPERT_PREFIX = "expert."  # of the names of their records
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """A source tensor: `slot` (q, k, gate, attn_norm, ...; a bias is `q_bias`), of `layer` or of none (-1)."""
+    """A source tensor: `slot` (q, k, gate, attn_norm, ...; a bias is `q_bias`), of `layer` or of none (-1), of an
+    `expert` or of none (-1)."""
 
     slot: str
     layer: int
     rows: int
     cols: int
+    expert: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor of a record: its parts one below the other. A vector has one row; its parts follow each other."""
+    """A tensor of a record: its parts one below the other. A vector has one row; its parts follow each other.
+
+    `exact`: kept as fp32, whatever format is asked for.
+    """
 
     name: str
     parts: tuple[PlannedPart, ...]
     vector: bool
+    exact: bool = False
 
     @property
     def rows(self) -> int:
@@ -51,21 +59,42 @@ class PlannedRecord:
 
 
 def plan_records(spec: ModelSpec) -> list[PlannedRecord]:
-    """The records of a model, in the order of the file: `embed`, `layer.0` ..., `final`, and `head` unless tied."""
+    """The records of a model, in the order of the file: `embed`, `layer.0` ..., `final`, and `head` unless tied.
+
+    The experts of a layer, `expert.0.0` ..., follow it.
+    """
     embed = _matrix("embed", -1, ("embed", spec.vocab), cols=spec.hidden)
     final = _vector("final_norm", -1, ("final_norm", spec.hidden))
     records = [PlannedRecord("embed", (embed,))]
-    records += [PlannedRecord(f"layer.{i}", tuple(_layer(spec, i))) for i in range(spec.num_layers)]
+    for i in range(spec.num_layers):
+        records.append(PlannedRecord(f"layer.{i}", tuple(_layer(spec, i))))
+        if spec.experts is not None and spec.has_experts(i):
+            records += [
+                PlannedRecord(expert_record(i, expert), _mlp(spec, i, spec.experts.intermediate, expert))
+                for expert in range(spec.experts.count)
+            ]
     records.append(PlannedRecord("final", (final,)))
     if not spec.tied:
         records.append(PlannedRecord("head", (_matrix("head", -1, ("head", spec.vocab), cols=spec.hidden),)))
     return records
 
 
+def expert_record(layer: int, expert: int) -> str:
+    """The name of the record of an expert."""
+    return f"{EXPERT_PREFIX}{layer}.{expert}"
+
+
+def expert_names(spec: ModelSpec) -> dict[int, list[str]]:
+    """The names of the records of all experts, by layer."""
+    if spec.experts is None:
+        return {}
+    return {layer: [expert_record(layer, number) for number in range(spec.experts.count)]
+            for layer in spec.experts.layers}  # fmt: skip
+
+
 def _layer(spec: ModelSpec, layer: int) -> list[PlannedTensor]:
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     qkv = (("q", query), ("k", key), ("v", key))
-    gate_up = (("gate", spec.intermediate), ("up", spec.intermediate))
     tensors = [
         _vector("attn_norm", layer, ("attn_norm", spec.hidden)),
         _matrix("qkv", layer, *qkv, cols=spec.hidden),
@@ -79,17 +108,32 @@ def _layer(spec: ModelSpec, layer: int) -> list[PlannedTensor]:
     if spec.o_bias:
         tensors.append(_vector("o_bias", layer, ("o_bias", spec.hidden)))
     tensors.append(_vector("mlp_norm", layer, ("mlp_norm", spec.hidden)))
-    tensors.append(_matrix("gate_up", layer, *gate_up, cols=spec.hidden))
-    if spec.mlp_bias:
-        tensors.append(_vector("gate_up_bias", layer, *((f"{slot}_bias", rows) for slot, rows in gate_up)))
-    tensors.append(_matrix("down", layer, ("down", spec.hidden), cols=spec.intermediate))
-    if spec.mlp_bias:
-        tensors.append(_vector("down_bias", layer, ("down_bias", spec.hidden)))
-    return tensors
+    if spec.experts is not None and spec.has_experts(layer):
+        # Its rounding could send tokens elsewhere, and it is small.
+        part = PlannedPart("router", layer, spec.experts.count, spec.hidden)
+        return [*tensors, PlannedTensor("router", (part,), vector=False, exact=True)]
+    gate_up, down = _mlp(spec, layer, spec.intermediate)
+    if not spec.mlp_bias:
+        return [*tensors, gate_up, down]
+    biases = [(f"{part.slot}_bias", part.rows) for part in gate_up.parts]
+    return [
+        *tensors,
+        gate_up,
+        _vector("gate_up_bias", layer, *biases),
+        down,
+        _vector("down_bias", layer, ("down_bias", spec.hidden)),
+    ]
 
 
-def _matrix(name: str, layer: int, *parts: tuple[str, int], cols: int) -> PlannedTensor:
-    return PlannedTensor(name, tuple(PlannedPart(slot, layer, rows, cols) for slot, rows in parts), vector=False)
+def _mlp(spec: ModelSpec, layer: int, width: int, expert: int = -1) -> tuple[PlannedTensor, PlannedTensor]:
+    """The matrices of an MLP of a layer, or of an expert."""
+    gate_up = _matrix("gate_up", layer, ("gate", width), ("up", width), cols=spec.hidden, expert=expert)
+    return gate_up, _matrix("down", layer, ("down", spec.hidden), cols=width, expert=expert)
+
+
+def _matrix(name: str, layer: int, *parts: tuple[str, int], cols: int, expert: int = -1) -> PlannedTensor:
+    planned = tuple(PlannedPart(slot, layer, rows, cols, expert) for slot, rows in parts)
+    return PlannedTensor(name, planned, vector=False)
 
 
 def _vector(name: str, layer: int, *parts: tuple[str, int]) -> PlannedTensor:

@@ -19,13 +19,31 @@ class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     attention_factor: float | None = None
 
 
-class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decoder-only transformer of the Llama, Mistral, Qwen2 or Qwen3 kind."""
+class ExpertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers whose second half is a mixture: a router sends each token through `used` of `count` small MLPs.
 
-    family: str  # llama | mistral | qwen2 | qwen3
+    `renormalized`: the probabilities of those add up to one; otherwise they are those among all experts.
+    """
+
+    count: int
+    used: int
+    intermediate: int  # of each expert
+    renormalized: bool
+    layers: tuple[int, ...]  # which ones, ascending; the others are dense
+
+    @property
+    def total(self) -> int:
+        """Experts of all layers."""
+        return self.count * len(self.layers)
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A decoder-only transformer of the Llama, Mistral, Qwen2 or Qwen3 kind, dense or with experts."""
+
+    family: str  # llama | mistral | qwen2 | qwen3 | mixtral | qwen3_moe
     num_layers: int
     hidden: int
-    intermediate: int
+    intermediate: int  # of a dense layer
     heads: int
     kv_heads: int
     head_dim: int
@@ -40,10 +58,29 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     qk_norm: bool = False
     windows: tuple[int, ...] = ()  # sliding window per layer in tokens, 0 = full; empty = full everywhere
     dtype: str = "bfloat16"  # what the weights were published in
+    experts: ExpertsSpec | None = None  # of a mixture
 
     @property
     def parameters(self) -> int:
         """Numbers in the weights: what the size in a model's name counts. Biases and norms are left out."""
+        return self._parameters(self.experts.count if self.experts is not None else 0)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those of them that one token goes through."""
+        return self._parameters(self.experts.used if self.experts is not None else 0)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer is a mixture."""
+        return self.experts is not None and layer in self.experts.layers
+
+    def _parameters(self, experts: int) -> int:
+        """With so many experts in each layer that has them."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = self.hidden * (2 * queries + 2 * keys) + 3 * self.hidden * self.intermediate
-        return self.num_layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
+        total = self.num_layers * self.hidden * (2 * queries + 2 * keys)
+        total += self.vocab * self.hidden * (1 if self.tied else 2)
+        if self.experts is None:
+            return total + self.num_layers * 3 * self.hidden * self.intermediate
+        mixtures, width = len(self.experts.layers), self.experts.intermediate
+        total += (self.num_layers - mixtures) * 3 * self.hidden * self.intermediate
+        return total + mixtures * self.hidden * (self.experts.count + experts * 3 * width)

@@ -15,7 +15,7 @@ kernels can use, and never spends more bytes than needed for that:
 
 A format that was asked for holds for every matrix, and takes over integers where it can; the K formats can't be asked
 for, they hold what files have. Group formats need columns in groups of 32; a matrix that hasn't them falls back to
-`int8` rows. Vectors (norms, biases) are always fp32.
+`int8` rows. Vectors (norms, biases) and routers of experts are always fp32.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def place(
             if planned.vector:
                 format, size = WeightFormat.FP32, 4 * planned.cols
             else:
-                format = choose_format(frozenset(s.kind for s in sources), planned.cols, wanted)
+                kinds = frozenset(s.kind for s in sources)
+                format = choose_format(kinds, planned.cols, WeightFormat.FP32 if planned.exact else wanted)
                 size = packing.packed_bytes(format, planned.rows, planned.cols)
             tensors.append(PlacedTensor(planned, sources, format, offset, size))
             offset = _up(offset + size, TENSOR_ALIGN_BYTES)

@@ -7,7 +7,7 @@ import msgspec
 from tierd.daemon.plan import kv
 from tierd.daemon.plan.planner import Outcome, Task, least, nearest, plan
 from tierd.daemon.plan.subject import Subject
-from tierd.daemon.units import human_bytes
+from tierd.daemon.units import counted, human_bytes
 
 _BOUND = {
     "device": "the computation",
@@ -115,7 +115,8 @@ def _tiers(task: Task, outcome: Outcome) -> dict[str, Tier]:
     kv_ring = round(at.kv_disk * work.kv_ring_bytes)
     if placed is not None:
         streamed = sum(name.startswith("layer.") for name in placed.streamed)
-        weights = [(placed.resident_bytes, count - streamed), (0, 0), (sizes.total - placed.resident_bytes, streamed)]
+        here = placed.resident_bytes + placed.experts_bytes
+        weights = [(here, count - streamed), (0, 0), (sizes.total - here, streamed)]
         workspace += placed.ring_bytes + placed.rows_bytes
     else:
         device, host = round(at.device * count), round(at.host * count)
@@ -164,7 +165,11 @@ def _why(task: Task, outcome: Outcome) -> tuple[str, ...]:
         if task.placed is not None:
             layers = sum(name.startswith("layer.") for name in task.placed.streamed)
         read = human_bytes(at.disk * work.step_bytes)
-        lines.append(f"{layers} of {count} layers are read from the disk in every step: {read} with the rest")
+        if task.placed is not None and task.placed.expert_slots:
+            slots = counted(task.placed.expert_slots, "expert")
+            lines.append(f"{slots} at a time lie in memory: a step reads {read} from the disk if all are used alike")
+        else:
+            lines.append(f"{layers} of {count} layers are read from the disk in every step: {read} with the rest")
     if at.kv_disk:
         lines.append(f"{human_bytes(at.kv_disk * work.kv_bytes)} of pages are read from the disk in every step")
     if at.kv_attended:

@@ -195,7 +195,7 @@ def _mlp(fields: Fields, index: int, hidden: int) -> tuple[tuple[Matrix, ...], l
     used = fields.integer(used_key, count)
     inner = fields.integer("moe_intermediate_size", MAX_WIDTH, config.get("intermediate_size"))
     matrices = [
-        Matrix("router", count, hidden),
+        Matrix("router", count, hidden, exact=True),
         Matrix("gate_up", 2 * inner, hidden, count, used),
         Matrix("down", hidden, inner, count, used),
     ]

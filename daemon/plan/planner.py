@@ -189,10 +189,30 @@ def work_of(task: Task, format: Format, streams: int) -> Work:
     )
     if placed is None:
         return work
+    missing = _missing_experts_bytes(shape, placed)
     return work._replace(
-        fixed_bytes=placed.resident_bytes + task.workspace(streams), slots_bytes=placed.ring_bytes + placed.rows_bytes,
-        weights_bytes=placed.streamed_bytes, step_bytes=placed.streamed_bytes, layers=max(len(placed.streamed), 1),
-    )  # fmt: skip
+        fixed_bytes=placed.resident_bytes + task.workspace(streams),
+        slots_bytes=placed.ring_bytes + placed.rows_bytes + placed.experts_bytes,
+        weights_bytes=placed.streamed_bytes + missing,
+        step_bytes=placed.streamed_bytes + missing * experts_share(shape, streams),
+        layers=max(len(placed.streamed), 1),
+    )
+
+
+def _missing_experts_bytes(shape: Shape, placed: PlacedWeights) -> int:
+    """Of the experts that have no slot in memory."""
+    if shape.spec is None or shape.spec.experts is None or not placed.expert_slots:
+        return 0
+    return (shape.spec.experts.total - placed.expert_slots) * placed.expert_slot_bytes
+
+
+def experts_share(shape: Shape, rows: int) -> float:
+    """The share of the experts of a layer that a pass of so many rows goes through, if all are used alike. Texts use
+    some more than others, and these have the slots: less is read then."""
+    if shape.spec is None or shape.spec.experts is None:
+        return 0.0
+    left_out: float = (1.0 - shape.spec.experts.used / shape.spec.experts.count) ** rows
+    return 1.0 - left_out
 
 
 def prefill_s(task: Task, format: Format, work: Work, at: Placement, tokens: int, prompt_tokens: int) -> float:

@@ -36,13 +36,17 @@ class Cache(msgspec.Struct, frozen=True):
 
 
 class Matrix(msgspec.Struct, frozen=True):
-    """A weight matrix. `copies`: how many of its kind the layer has (experts); `used`: those a token goes through."""
+    """A weight matrix. `copies`: how many of its kind the layer has (experts); `used`: those a token goes through.
+
+    `exact`: fp32 in every weight format.
+    """
 
     name: str
     rows: int
     cols: int
     copies: int = 1
     used: int = 1
+    exact: bool = False
 
     @property
     def elements(self) -> int:
@@ -98,6 +102,12 @@ class Shape(msgspec.Struct, frozen=True):
         return sum(layer.elements for layer in self.layers) + self.hidden + self.vocab * self.hidden * (2 - self.tied)
 
     @property
+    def active_parameters(self) -> int:
+        """Those of them that one token goes through: all of a dense model, few of a mixture."""
+        idle = sum(layer.elements - layer.used_elements - sum(layer.vectors) for layer in self.layers)
+        return self.parameters - idle
+
+    @property
     def layer_elements(self) -> int:
         """Matrix elements that one token is multiplied with in all layers."""
         return sum(layer.used_elements for layer in self.layers)
@@ -115,7 +125,7 @@ class Shape(msgspec.Struct, frozen=True):
 def shape_from_spec(spec: ModelSpec, name: str = "") -> Shape:
     """The shape of a model that tierd runs."""
     windows = spec.windows or (0,) * spec.num_layers
-    layers = tuple(_layer(spec, window) for window in windows)
+    layers = tuple(_layer(spec, index, window) for index, window in enumerate(windows))
     return Shape(
         name=name or spec.family,
         family=spec.family,
@@ -131,18 +141,26 @@ def shape_from_spec(spec: ModelSpec, name: str = "") -> Shape:
     )
 
 
-def _layer(spec: ModelSpec, window: int) -> Layer:
+def _layer(spec: ModelSpec, index: int, window: int) -> Layer:
     key, query = spec.kv_heads * spec.head_dim, spec.heads * spec.head_dim
-    matrices = (
-        Matrix("qkv", query + 2 * key, spec.hidden),
-        Matrix("o", spec.hidden, query),
-        Matrix("gate_up", 2 * spec.intermediate, spec.hidden),
-        Matrix("down", spec.hidden, spec.intermediate),
+    matrices = (Matrix("qkv", query + 2 * key, spec.hidden), Matrix("o", spec.hidden, query), *_mlp(spec, index))
+    return Layer(Cache(key, key, window), matrices, tuple(_vectors(spec, index, query + 2 * key)))
+
+
+def _mlp(spec: ModelSpec, index: int) -> tuple[Matrix, ...]:
+    experts = spec.experts
+    if experts is None or not spec.has_experts(index):
+        return (
+            Matrix("gate_up", 2 * spec.intermediate, spec.hidden), Matrix("down", spec.hidden, spec.intermediate),
+        )  # fmt: skip
+    return (
+        Matrix("router", experts.count, spec.hidden, exact=True),
+        Matrix("gate_up", 2 * experts.intermediate, spec.hidden, experts.count, experts.used),
+        Matrix("down", spec.hidden, experts.intermediate, experts.count, experts.used),
     )
-    return Layer(Cache(key, key, window), matrices, tuple(_vectors(spec, query + 2 * key)))
 
 
-def _vectors(spec: ModelSpec, qkv_rows: int) -> Iterator[int]:
+def _vectors(spec: ModelSpec, index: int, qkv_rows: int) -> Iterator[int]:
     yield spec.hidden
     yield spec.hidden
     if spec.qkv_bias:
@@ -152,6 +170,6 @@ def _vectors(spec: ModelSpec, qkv_rows: int) -> Iterator[int]:
         yield spec.head_dim
     if spec.o_bias:
         yield spec.hidden
-    if spec.mlp_bias:
+    if spec.mlp_bias and not spec.has_experts(index):
         yield 2 * spec.intermediate
         yield spec.hidden

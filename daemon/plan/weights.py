@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from tierd.daemon.plan.shape import Matrix, Shape
+import msgspec
+
+from tierd.daemon.models.records import expert_record
+from tierd.daemon.plan.shape import Layer, Matrix, Shape
 
 if TYPE_CHECKING:
     from tierd.daemon.models.catalog import Manifest
@@ -18,7 +21,7 @@ _TENSOR_ALIGN_BYTES = 64
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of the records. `head` is 0 where it is the embedding."""
+    """Bytes of the records. `head` is 0 where it is the embedding. A layer counts with its experts."""
 
     embed: int
     layers: tuple[int, ...]
@@ -48,7 +51,7 @@ def weight_bytes(shape: Shape, format: str) -> WeightBytes:
     table = _record(shape, [Matrix("table", shape.vocab, shape.hidden)], [], format)
     return WeightBytes(
         embed=table,
-        layers=tuple(_record(shape, layer.matrices, layer.vectors, format) for layer in shape.layers),
+        layers=tuple(_layer(shape, layer, format) for layer in shape.layers),
         final=_record(shape, [], [shape.hidden], format),
         head=0 if shape.tied else table,
     )
@@ -57,13 +60,25 @@ def weight_bytes(shape: Shape, format: str) -> WeightBytes:
 def prepared_bytes(manifest: Manifest) -> WeightBytes:
     """The same of a prepared model: what its manifest says."""
     found = {record.name: record.bytes for record in manifest.records}
-    layers = tuple(found[f"layer.{index}"] for index in range(manifest.spec.num_layers))
-    return WeightBytes(found["embed"], layers, found["final"], found.get("head", 0))
+    layers = [found[f"layer.{index}"] for index in range(manifest.spec.num_layers)]
+    if (experts := manifest.spec.experts) is not None:
+        for index in experts.layers:
+            layers[index] += sum(found[expert_record(index, expert)] for expert in range(experts.count))
+    return WeightBytes(found["embed"], tuple(layers), found["final"], found.get("head", 0))
+
+
+def _layer(shape: Shape, layer: Layer, format: str) -> int:
+    """A layer with its experts, each of which is a record."""
+    own = [matrix for matrix in layer.matrices if matrix.copies == 1]
+    experts = [matrix for matrix in layer.matrices if matrix.copies > 1]
+    count = max((matrix.copies for matrix in experts), default=0)
+    single = [msgspec.structs.replace(matrix, copies=1) for matrix in experts]
+    return _record(shape, own, layer.vectors, format) + count * _record(shape, single, [], format)
 
 
 def _record(shape: Shape, matrices: tuple[Matrix, ...] | list[Matrix], vectors: tuple[int, ...] | list[int],
             format: str) -> int:  # fmt: skip
-    sizes = [_matrix_bytes(format, matrix.rows, matrix.cols) for matrix in matrices for _ in range(matrix.copies)]
+    sizes = [_matrix_bytes("fp32" if matrix.exact else format, matrix.rows, matrix.cols) for matrix in matrices]
     sizes += [4 * length for length in vectors]
     total = sum(-(-size // _TENSOR_ALIGN_BYTES) * _TENSOR_ALIGN_BYTES for size in sizes)
     return -(-total // _RECORD_ALIGN_BYTES) * _RECORD_ALIGN_BYTES

@@ -20,8 +20,9 @@ STAGES = 2
 # Of kernels.cpu, which can't be imported here (numba): rows of a panel, tokens of a step of attention, a cache line, a
 # thread's tile of weights; phases of a layer, around the layers, and their bytes; bytes of 32 quantized numbers.
 _PANEL_ROWS, _STEP_TOKENS, _LINE_BYTES, _TILE_BYTES = 16, 32, 64, 23040
-_PHASES_PER_LAYER, _PHASES_AROUND, _PHASE_BYTES = 14, 4, 128
+_PHASES_PER_LAYER, _PHASES_AROUND, _PHASE_BYTES = 18, 4, 128
 _GROUP, _QUANTIZED_GROUP_BYTES = 32, 80
+_EXPERT_RECORD_BYTES, _GROUP_RECORD_BYTES, _INT_BYTES = 144, 12, 4  # of an expert, of a group of rows, of an index
 
 
 class EngineBytes(NamedTuple):
@@ -98,17 +99,37 @@ def scratch_bytes(spec: ModelSpec, max_rows: int, threads: int) -> int:
     """What `CpuDecoder` keeps to compute with."""
     attended = spec.heads * spec.head_dim
     fused = attended + 2 * spec.kv_heads * spec.head_dim
-    widths = (spec.hidden, spec.hidden, spec.hidden, fused, attended, 2 * spec.intermediate, spec.intermediate)
-    quantized = -(-max(spec.hidden, attended, spec.intermediate) // _GROUP) * _QUANTIZED_GROUP_BYTES
-    strides = [*(4 * padded(width) for width in widths), quantized]
-    buffers = sum(max_rows * _odd_lines(stride) + _LINE_BYTES for stride in strides)
+    dense = spec.experts is None or len(spec.experts.layers) < spec.num_layers
+    inner = (2 * spec.intermediate, spec.intermediate) if dense else ()
+    widths = (spec.hidden, spec.hidden, spec.hidden, fused, attended, *inner)
+    widest = max(spec.hidden, attended, *inner[1:])
+    strides = [*(4 * padded(width) for width in widths), _quantized_row_bytes(widest)]
+    buffers = sum(max_rows * _odd_lines(stride) + _LINE_BYTES for stride in strides) + _experts_bytes(spec, max_rows)
     group = spec.heads // spec.kv_heads
     queries = max(24 if spec.head_dim <= 64 else 12, group)
-    attention = 4 * (
-        2 * _STEP_TOKENS * spec.head_dim + queries * (spec.head_dim + _STEP_TOKENS) + 2 * queries * (spec.head_dim + 2)
-    )
+    sums = 2 * queries * (spec.head_dim + 2) + queries + 2
+    attention = 4 * (2 * _STEP_TOKENS * spec.head_dim + queries * (spec.head_dim + _STEP_TOKENS) + sums)
     phases = (_PHASES_PER_LAYER * spec.num_layers + _PHASES_AROUND) * _PHASE_BYTES + _LINE_BYTES
     return buffers + threads * (_up(attention, _LINE_BYTES) + _TILE_BYTES) + _LINE_BYTES + phases
+
+
+def _quantized_row_bytes(cols: int) -> int:
+    return -(-cols // _GROUP) * _QUANTIZED_GROUP_BYTES
+
+
+def _experts_bytes(spec: ModelSpec, max_rows: int) -> int:
+    """What mixtures need beside that: a slot for each row and expert that it goes through, and who has which."""
+    experts = spec.experts
+    if experts is None:
+        return 0
+    slots = max_rows * experts.used
+    gathered = max(4 * padded(spec.hidden), _quantized_row_bytes(max(spec.hidden, experts.intermediate)))
+    both = 4 * max(padded(2 * experts.intermediate), padded(spec.hidden))
+    total = max_rows * _odd_lines(4 * padded(experts.count)) + _LINE_BYTES
+    for stride in (gathered, both, 4 * padded(experts.intermediate)):
+        total += slots * _odd_lines(stride) + _LINE_BYTES
+    total += _INT_BYTES * (6 * slots + experts.count)
+    return total + spec.num_layers * experts.count * _GROUP_RECORD_BYTES + experts.total * _EXPERT_RECORD_BYTES
 
 
 def vector_bytes(spec: ModelSpec) -> int:

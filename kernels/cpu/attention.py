@@ -14,6 +14,9 @@ together in ascending order, M being the larger of both maxima:
 
     l = l1 * exp(m1 - M) + l2 * exp(m2 - M)      o = o1 * exp(m1 - M) + o2 * exp(m2 - M)      result = o / l
 
+A row may be *bounded* (`BOUND_BYTES` below): it sees a window of its own, and perhaps *sinks*, the first tokens of its
+sequence, with a query of their own. Their sums are put together with the others at the end.
+
 So threads can share one long sequence by segments, and sequences the segments that they have in common, and get the
 bits of one thread that walks through all of them. A step or a segment in which a row sees nothing is none for it. What
 a row computes depends on its query, its position and its pages alone: not on the part it is in. Tokens it doesn't see
@@ -44,7 +47,7 @@ from tierd.kernels.cpu.attention_step import (
 )
 from tierd.kernels.cpu.microkernel import PAIR_ROWS
 from tierd.kernels.cpu.pages import FP32, INT8, widen_keys, widen_values
-from tierd.kernels.cpu.simd import load8, load_i32, load_i64, prefetch, store8
+from tierd.kernels.cpu.simd import load8, load_i32, load_i64, prefetch, store8, store_i32
 from tierd.kernels.cpu.team import PHASE_BYTES, finish, take, wait_for
 
 _PAGE_TOKENS = 16
@@ -52,6 +55,7 @@ _SEGMENT_PAGES = 16  # a multiple of STEP_PAGES
 SEGMENT_TOKENS = _SEGMENT_PAGES * _PAGE_TOKENS
 ATTENTION_PHASES = 2
 PART_BYTES = np.int64(20)  # five int32, see `batch.Cut`
+BOUND_BYTES = np.int64(20)  # five int32 of a row, see `batch.Placed`
 _NONE = np.int64(0)
 
 
@@ -77,7 +81,8 @@ def sums_bytes(head_dim: int, heads: int, cut_rows: int, segments: int) -> int:
 def scratch_bytes(head_dim: int, group: int) -> int:
     """Scratch of one thread: the keys and values of a step, queries, two sets of sums, and scores between these."""
     queries = max_block_queries(head_dim, group)
-    return 4 * (2 * STEP_TOKENS * head_dim + queries * (head_dim + STEP_TOKENS) + 2 * queries * (head_dim + 2))
+    sums = 2 * queries * (head_dim + 2)
+    return 4 * (2 * STEP_TOKENS * head_dim + queries * (head_dim + STEP_TOKENS) + sums + queries + 2)
 
 
 @njit(nogil=True, cache=True)
@@ -100,42 +105,42 @@ def _prefetch_pages(job, plane, to_values, table, page, last_page):
 
 
 @njit(nogil=True, cache=True)
-def _attend(job, layer_index, window, part, first_head, group, total, scratch):
-    """A part's rows, query heads first_head.. of one kv head, over what they see of its segments; `total` becomes their
-    sums."""
-    first_row, rows = load_i32(part), load_i32(part + 4)
-    first_page, stop_page = load_i32(part + 8) * _SEGMENT_PAGES, load_i32(part + 12) * _SEGMENT_PAGES
+def _lows_offset(job):
+    """Where in a thread's scratch the first tokens that rows see lie: behind the sums over all segments."""
+    return _total_offset(job) + job.block_queries * (4 * job.head_dim + STATE_BYTES)
+
+
+@njit(nogil=True, cache=True)
+def _window_of(job, window, row):
+    """The window of a row in a layer with this one, 0 for all."""
+    bound = load_i32(job.bounds + BOUND_BYTES * row) if job.bounds != 0 else _NONE
+    if bound == 0 or window == 0:
+        return max(bound, window)
+    return min(bound, window)
+
+
+@njit(nogil=True, cache=True)
+def _attend_pages(
+    job, layer_index, kv_head, table, page, last_page, position_at, low_at, rows, group, in_prefill, total,
+    total_state, scratch,
+):  # fmt: skip
+    """Adds what the queries (in the scratch) of some rows see of pages `page` (a multiple of STEP_PAGES) to `last_page`
+    of one table to their sums, o at `total`, m and l at `total_state`. `in_prefill`: rows before have brought these
+    pages to a cache."""
     head_dim, row_bytes = job.head_dim, 4 * job.head_dim
-    kv_head = first_head // (job.heads // job.kv_heads)
     page_elements = _PAGE_TOKENS * head_dim
     queries = scratch + 2 * STEP_TOKENS * row_bytes
     out = queries + job.block_queries * row_bytes
     state = out + job.block_queries * row_bytes
     scores = state + job.block_queries * STATE_BYTES
-    total_state = total + job.block_queries * row_bytes
-    position_at = job.positions + 4 * first_row
-    clear_sums(total, total_state, rows * group, row_bytes)
-    last_page = min(load_i32(position_at + 4 * (rows - 1)) // _PAGE_TOKENS, stop_page - 1)
-    lowest = load_i32(position_at)
-    for r in range(1, rows):
-        lowest = min(lowest, load_i32(position_at + 4 * r))
-    page = max(first_page, first_token(lowest, window) // STEP_TOKENS * STEP_PAGES)
-    if page > last_page:
-        return
-    table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * first_row))
     plane = layer_index * job.layer_bytes + kv_head * job.key_head_bytes
     to_values = job.plane_bytes + kv_head * (job.value_head_bytes - job.key_head_bytes)
-    _prefetch_pages(job, plane, to_values, table, page, last_page)
-    for q in range(rows * group):
-        source = job.qkv + (first_row + q // group) * job.qkv_stride + (first_head + q % group) * row_bytes
-        for d in range(0, row_bytes, 32):
-            store8(queries + q * row_bytes + d, load8(source + d))
     clear_sums(out, state, rows * group, row_bytes)
     # Few queries are over before their pages have come: then the products themselves prefetch, line by line.
     interleaved = job.key_format == FP32 and rows * group <= PAIR_ROWS
     # More queries read a step's pages several times. Those of a prefill find them in a cache, where the parts before
     # have brought them; those of a segment wait for memory, and do so least while they copy what they need.
-    in_place = job.key_format == FP32 and (interleaved or load_i32(part + 16) < 0)
+    in_place = job.key_format == FP32 and (interleaved or in_prefill)
     unpacked = scratch if job.key_format >= INT8 and rows * group <= PACKED_QUERIES else _NONE
     while page <= last_page:
         at0 = load_i64(table + 8 * page) + plane
@@ -158,13 +163,75 @@ def _attend(job, layer_index, window, part, first_head, group, total, scratch):
                 widen_values(job, at1 + to_values, values1)
         attend_step(
             job, (keys0, keys1), (values0, values1), unpacked, (ahead0, ahead1), page * _PAGE_TOKENS, position_at,
-            rows, group, window, queries, scores, state, out,
+            low_at, rows, group, queries, scores, state, out,
         )  # fmt: skip
         page += STEP_PAGES
         if page % _SEGMENT_PAGES == 0 or page > last_page:
             for q in range(rows * group):
                 merge_sums(total + q * row_bytes, total_state + 8 * q, out + q * row_bytes, state + 8 * q, row_bytes)
             clear_sums(out, state, rows * group, row_bytes)
+
+
+@njit(nogil=True, cache=True)
+def _attend(job, layer_index, window, part, first_head, group, total, scratch):
+    """A part's rows, query heads first_head.. of one kv head, over what they see of its segments; `total` becomes their
+    sums."""
+    first_row, rows = load_i32(part), load_i32(part + 4)
+    first_page, stop_page = load_i32(part + 8) * _SEGMENT_PAGES, load_i32(part + 12) * _SEGMENT_PAGES
+    row_bytes = 4 * job.head_dim
+    kv_head = first_head // (job.heads // job.kv_heads)
+    queries = scratch + 2 * STEP_TOKENS * row_bytes
+    position_at, low_at = job.positions + 4 * first_row, scratch + _lows_offset(job)
+    total_state = total + job.block_queries * row_bytes
+    clear_sums(total, total_state, rows * group, row_bytes)
+    last_page = min(load_i32(position_at + 4 * (rows - 1)) // _PAGE_TOKENS, stop_page - 1)
+    lowest = (last_page + 1) * _PAGE_TOKENS
+    for r in range(rows):
+        low = first_token(load_i32(position_at + 4 * r), _window_of(job, window, first_row + r))
+        store_i32(low_at + 4 * r, low)
+        lowest = min(lowest, low)
+    page = max(first_page, lowest // STEP_TOKENS * STEP_PAGES)
+    if page > last_page:
+        return
+    table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * first_row))
+    plane = layer_index * job.layer_bytes + kv_head * job.key_head_bytes
+    to_values = job.plane_bytes + kv_head * (job.value_head_bytes - job.key_head_bytes)
+    _prefetch_pages(job, plane, to_values, table, page, last_page)
+    for q in range(rows * group):
+        source = job.qkv + (first_row + q // group) * job.qkv_stride + (first_head + q % group) * row_bytes
+        for d in range(0, row_bytes, 32):
+            store8(queries + q * row_bytes + d, load8(source + d))
+    _attend_pages(
+        job, layer_index, kv_head, table, page, last_page, position_at, low_at, rows, group,
+        load_i32(part + 16) < 0, total, total_state, scratch,
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def _add_sinks(job, layer_index, window, row, first_head, count, total, total_state, scratch):
+    """Adds what `count` heads of one kv head see of the row's sinks, if it has any, to their sums over all else."""
+    if job.bounds == 0:
+        return
+    bound = job.bounds + BOUND_BYTES * row
+    # Counted from where the row really stands, the layer's own window may begin behind them.
+    sinks, low = load_i32(bound + 4), first_token(load_i32(bound + 12), window)
+    if low >= sinks:
+        return
+    row_bytes = 4 * job.head_dim
+    queries = scratch + 2 * STEP_TOKENS * row_bytes
+    low_at = scratch + _lows_offset(job)
+    position_at = low_at + 4 * job.block_queries
+    store_i32(low_at, low)
+    store_i32(position_at, sinks - 1)
+    source = job.sink_queries + row * job.attended_stride + first_head * row_bytes
+    for d in range(0, count * row_bytes, 32):
+        store8(queries + d, load8(source + d))
+    table = job.pages + 8 * load_i32(job.sink_offsets + 4 * load_i32(job.row_seq + 4 * row))
+    page, last_page = low // STEP_TOKENS * STEP_PAGES, (sinks - 1) // _PAGE_TOKENS
+    _attend_pages(
+        job, layer_index, first_head // (job.heads // job.kv_heads), table, page, last_page, position_at, low_at,
+        np.int64(1), count, True, total, total_state, scratch,
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
@@ -189,6 +256,12 @@ def _attend_parts(job, layer_index, window, phase, scratch):
             next_head = min(stop, (head // group + 1) * group)
             count = next_head - head
             _attend(job, layer_index, window, part, head, count, total, scratch)
+            for row in range(rows if slot < 0 else 0):
+                q = row * count
+                _add_sinks(
+                    job, layer_index, window, first_row + row, head, count, total + q * row_bytes, total_state + 8 * q,
+                    scratch,
+                )  # fmt: skip
             for q in range(rows * count):
                 row, query_head = q // count, head + q % count
                 if slot < 0:
@@ -205,10 +278,11 @@ def _attend_parts(job, layer_index, window, phase, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _merge_segments(job, phase, scratch):
-    """Items are a cut row and a query head: the sums over its segments are put together."""
+def _merge_segments(job, layer_index, window, phase, scratch):
+    """Items are a cut row and a query head: the sums over its segments, and its sinks, are put together."""
     row_bytes = 4 * job.head_dim
-    total, total_state = scratch, scratch + row_bytes
+    total = scratch + _total_offset(job)
+    total_state = total + row_bytes
     items = job.num_cut_rows * job.heads
     item = take(phase, 1)
     while item < items:
@@ -218,6 +292,7 @@ def _merge_segments(job, phase, scratch):
         for segment in range(load_i32(job.positions + 4 * row) // SEGMENT_TOKENS + 1):
             sums = _sums_at(job, slot, head, segment)
             merge_sums(total, total_state, sums, sums + row_bytes, row_bytes)
+        _add_sinks(job, layer_index, window, row, head, np.int64(1), total, total_state, scratch)
         divide_sums(total, total_state, job.attended + row * job.attended_stride + head * row_bytes, row_bytes)
         finish(phase, 1)
         item = take(phase, 1)
@@ -228,4 +303,4 @@ def _merge_segments(job, phase, scratch):
 def attention(job, layer_index, window, phase, scratch):
     """All rows of the batch, all heads: `ATTENTION_PHASES` phases, the second of which is empty without cut rows."""
     _attend_parts(job, layer_index, window, phase, scratch)
-    _merge_segments(job, phase + PHASE_BYTES, scratch)
+    _merge_segments(job, layer_index, window, phase + PHASE_BYTES, scratch)

@@ -114,20 +114,21 @@ def first_token(position, window):
 
 @njit(nogil=True, cache=True)
 def attend_step(
-    job, keys, values, unpacked, ahead, start, position_at, rows, group, window, queries, scores, state, out
+    job, keys, values, unpacked, ahead, start, position_at, low_at, rows, group, queries, scores, state, out
 ):  # fmt: skip
     """One step, from token `start` on, for all rows of a part; those that see none of it are left out.
 
-    `keys` and `values` are pairs of pages; the second is 0 where the sequence ends with the first. `ahead` says how far
-    from these two the pages of the next step lie, if they are to be prefetched. Pages are float32, or, if `unpacked` is
-    not 0, packed as they lie in a record, with at most `PACKED_QUERIES` queries; `unpacked` is scratch for them then.
+    Row r sees the tokens from int32 r at `low_at` to int32 r at `position_at`. `keys` and `values` are pairs of pages;
+    the second is 0 where the sequence ends with the first. `ahead` says how far from these two the pages of the next
+    step lie, if they are to be prefetched. Pages are float32, or, if `unpacked` is not 0, packed as they lie in a
+    record, with at most `PACKED_QUERIES` queries; `unpacked` is scratch for them then.
     """
     head_dim = job.head_dim
     row_bytes = 4 * head_dim
     first, stop = 0, rows
     while first < stop and load_i32(position_at + 4 * first) < start:
         first += 1
-    while first < stop and first_token(load_i32(position_at + 4 * (stop - 1)), window) >= start + STEP_TOKENS:
+    while first < stop and load_i32(low_at + 4 * (stop - 1)) >= start + STEP_TOKENS:
         stop -= 1
     q, count = first * group, (stop - first) * group
     if count <= 0:
@@ -146,9 +147,8 @@ def attend_step(
         tile_product(keys[0], _TILE_BYTES, x, row_bytes, s, SCORE_BYTES, head_dim, count, _START)
     whole = q  # queries from here on see the whole step and wait for their values
     for r in range(first, stop):
-        position = load_i32(position_at + 4 * r)
-        low = max(0, first_token(position, window) - start)
-        high = min(STEP_TOKENS, position + 1 - start)
+        low = max(0, load_i32(low_at + 4 * r) - start)
+        high = min(STEP_TOKENS, load_i32(position_at + 4 * r) + 1 - start)
         seen = low < high  # else its window starts later; rows of several sequences don't ascend
         if seen:
             for q in range(r * group, (r + 1) * group):

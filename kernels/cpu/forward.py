@@ -10,9 +10,11 @@ from numba import njit
 
 from tierd.kernels.cpu.attention import ATTENTION_PHASES, attention
 from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, matmul, takes_integers
+from tierd.kernels.cpu.moe import GROUPING_PHASES, GROUPS_PHASES, combine, compute_groups, group, route
 from tierd.kernels.cpu.ops import activate, embed, norm, norm_logit_rows, rotate_and_write
 from tierd.kernels.cpu.pages import PAGE_FIELDS
 from tierd.kernels.cpu.quantize import quantize
+from tierd.kernels.cpu.simd import load_i32
 from tierd.kernels.cpu.team import PHASE_BYTES, await_launch, close_launch, enter, leave, open_launch
 
 LAYER = np.dtype(
@@ -26,8 +28,11 @@ LAYER = np.dtype(
         ("o", MATRIX),
         ("gate_up", MATRIX),
         ("down", MATRIX),
+        ("router", MATRIX),  # of a mixture, which has it instead of the two before
+        ("first_expert", np.int64),  # -1 in a dense layer
     ]
 )
+EXPERT = np.dtype([("gate_up", MATRIX), ("down", MATRIX)])
 
 # Everything a launch needs. Addresses, strides in bytes, counts; the first part is set once, the second each launch.
 JOB = np.dtype(
@@ -40,16 +45,33 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("attended", "attended_stride", "gate_up", "gate_up_stride")]
     + [(name, np.int64) for name in ("activated", "activated_stride", "product", "product_stride")]
     + [(name, np.int64) for name in ("quantized", "quantized_stride")]
+    # of mixtures: see moe.py; a row of `gathered`, `expert_activated` and `expert_gate_up` is a slot's
+    + [(name, np.int64) for name in ("experts", "experts_used", "expert_intermediate", "renormalized")]
+    + [(name, np.int64) for name in ("router_logits", "router_stride", "chosen", "shares", "groups", "num_groups")]
+    + [(name, np.int64) for name in ("next_slots", "slot_pairs", "pair_slots", "foreseen", "foreseen_shares")]
+    + [(name, np.int64) for name in ("gathered", "gathered_stride", "expert_gate_up", "expert_stride")]
+    + [(name, np.int64) for name in ("expert_activated", "activated_slot_stride")]
     + [(name, np.int64) for name in ("phases", "scratch", "scratch_stride", "tile")]
     # each launch
     + [(name, np.int64) for name in ("first_stage", "stop_stage", "rows", "tokens", "positions", "row_seq")]
     + [(name, np.int64) for name in ("pages", "page_offsets", "parts", "num_parts", "head_parts")]
     + [(name, np.int64) for name in ("cut_rows", "num_cut_rows", "sums", "segments")]
+    # of bounded rows: a record each, their queries for sinks, where sinks lie, angles beyond the tables; bounds 0: none
+    + [(name, np.int64) for name in ("bounds", "sink_queries", "sink_offsets", "far_cos", "far_sin")]
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
+    # of mixtures: what to do of a layer, groups to compute, and the layer whose experts are guessed, 0 for none
+    + [(name, np.int64) for name in ("steps", "first_group", "stop_group", "foreseen_layer")]
 )
+UNTIL_GROUPS, GROUPS, COMBINE = 1, 2, 4  # of a mixture's layer; `steps` is their sum
+WHOLE_LAYER = UNTIL_GROUPS | GROUPS | COMBINE
+ALL_GROUPS = -1  # a `stop_group`
 
 _PRODUCT_PHASES = 2
-PHASES_PER_LAYER = 4 + 4 * _PRODUCT_PHASES + ATTENTION_PHASES
+_ATTENTION_HALF_PHASES = 3 + 2 * _PRODUCT_PHASES + ATTENTION_PHASES
+_DENSE_PHASES = 1 + 2 * _PRODUCT_PHASES
+_MIXTURE_PHASES = _PRODUCT_PHASES + GROUPING_PHASES + GROUPS_PHASES + 1
+# A guess needs 4 phases more than a layer has. It belongs to a launch of one layer, in a model of several.
+PHASES_PER_LAYER = _ATTENTION_HALF_PHASES + max(_DENSE_PHASES, _MIXTURE_PHASES)
 _PHASES_AROUND = 2 + _PRODUCT_PHASES
 
 
@@ -76,47 +98,95 @@ def _product(job, m, x, x_stride, y, y_stride, residual, rows, phase, tile):
 
 
 @njit(nogil=True, cache=True)
-def _run(job, layers, worker):
+def _attend(job, layer, index, at, scratch):
+    """`_ATTENTION_HALF_PHASES` phases: the first half of a layer, and the norm of the second."""
+    rows, normed, stride, tile = job.rows, job.normed, job.residual_stride, scratch + job.tile
+    norm(job, layer.attn_norm, normed, at)
+    at += PHASE_BYTES
+    _product(job, layer.qkv, normed, stride, job.qkv, job.qkv_stride, NO_RESIDUAL, rows, at, tile)
+    at += _PRODUCT_PHASES * PHASE_BYTES
+    rotate_and_write(job, index, layer.q_norm, layer.k_norm, at)
+    at += PHASE_BYTES
+    attention(job, index, layer.window, at, scratch)
+    at += ATTENTION_PHASES * PHASE_BYTES
+    out, out_stride = job.product, job.product_stride
+    _product(job, layer.o, job.attended, job.attended_stride, out, out_stride, job.residual, rows, at, tile)
+    at += _PRODUCT_PHASES * PHASE_BYTES
+    norm(job, layer.mlp_norm, normed, at)
+
+
+@njit(nogil=True, cache=True)
+def _dense(job, layer, at, tile):
+    """`_DENSE_PHASES` phases: the MLP of a layer."""
+    rows, stride, out, out_stride = job.rows, job.residual_stride, job.product, job.product_stride
+    _product(job, layer.gate_up, job.normed, stride, job.gate_up, job.gate_up_stride, NO_RESIDUAL, rows, at, tile)
+    at += _PRODUCT_PHASES * PHASE_BYTES
+    activate(job, at)
+    at += PHASE_BYTES
+    _product(job, layer.down, job.activated, job.activated_stride, out, out_stride, job.residual, rows, at, tile)
+
+
+@njit(nogil=True, cache=True)
+def _route(job, layer, x, at, tile):
+    """`_PRODUCT_PHASES` phases: what the router of a layer says to normed rows."""
+    rows, out, out_stride = job.rows, job.router_logits, job.router_stride
+    _product(job, layer.router, x, job.residual_stride, out, out_stride, NO_RESIDUAL, rows, at, tile)
+
+
+@njit(nogil=True, cache=True)
+def _mixture(job, layers, experts, index, at, tile):
+    """The second half of a layer with experts, or those of its steps that are asked for."""
+    layer = layers[index]
+    if job.steps & UNTIL_GROUPS:
+        _route(job, layer, job.normed, at, tile)
+        at += _PRODUCT_PHASES * PHASE_BYTES
+        group(job, index, at)
+        at += GROUPING_PHASES * PHASE_BYTES
+        if job.foreseen_layer > 0:
+            guessed = layers[job.foreseen_layer]
+            norm(job, guessed.mlp_norm, job.product, at)
+            at += PHASE_BYTES
+            _route(job, guessed, job.product, at, tile)
+            at += _PRODUCT_PHASES * PHASE_BYTES
+            route(job, job.foreseen, job.foreseen_shares, at)
+            at += PHASE_BYTES
+    if job.steps & GROUPS:
+        stop = job.stop_group if job.stop_group != ALL_GROUPS else load_i32(job.num_groups + 4 * index)
+        compute_groups(job, layer, experts, index, job.first_group, stop, at, tile)
+        at += GROUPS_PHASES * PHASE_BYTES
+    if job.steps & COMBINE:
+        combine(job, at)
+
+
+@njit(nogil=True, cache=True)
+def _run(job, layers, experts, worker):
     """One thread's way through the stages of the launch."""
-    rows = job.rows
     scratch = job.scratch + worker * job.scratch_stride
     tile = scratch + job.tile
-    residual, normed, stride = job.residual, job.normed, job.residual_stride
-    out, out_stride = job.product, job.product_stride
     phase = job.phases
     if job.first_stage == 0:
         embed(job, phase)
         phase += PHASE_BYTES
     for index in range(max(job.first_stage - 1, 0), min(job.stop_stage - 1, job.num_layers)):
         layer = layers[index]
-        norm(job, layer.attn_norm, phase)
-        at = phase + PHASE_BYTES
-        _product(job, layer.qkv, normed, stride, job.qkv, job.qkv_stride, NO_RESIDUAL, rows, at, tile)
-        at += _PRODUCT_PHASES * PHASE_BYTES
-        rotate_and_write(job, index, layer.q_norm, layer.k_norm, at)
-        at += PHASE_BYTES
-        attention(job, index, layer.window, at, scratch)
-        at += ATTENTION_PHASES * PHASE_BYTES
-        _product(job, layer.o, job.attended, job.attended_stride, out, out_stride, residual, rows, at, tile)
-        at += _PRODUCT_PHASES * PHASE_BYTES
-        norm(job, layer.mlp_norm, at)
-        at += PHASE_BYTES
-        _product(job, layer.gate_up, normed, stride, job.gate_up, job.gate_up_stride, NO_RESIDUAL, rows, at, tile)
-        at += _PRODUCT_PHASES * PHASE_BYTES
-        activate(job, at)
-        at += PHASE_BYTES
-        _product(job, layer.down, job.activated, job.activated_stride, out, out_stride, residual, rows, at, tile)
+        if job.steps & UNTIL_GROUPS:
+            _attend(job, layer, index, phase, scratch)
+        at = phase + _ATTENTION_HALF_PHASES * PHASE_BYTES
+        if layer.first_expert < 0:
+            _dense(job, layer, at, tile)
+        else:
+            _mixture(job, layers, experts, index, at, tile)
         phase += PHASES_PER_LAYER * PHASE_BYTES
     if job.stop_stage > job.num_layers + 1:
         norm_logit_rows(job, phase)
-        count = job.num_logits
+        count, normed, stride = job.num_logits, job.normed, job.residual_stride
         _product(
             job, job.head, normed, stride, job.logits, job.logits_stride, NO_RESIDUAL, count, phase + PHASE_BYTES, tile
         )
 
 
 @njit(nogil=True, cache=True)
-def work(jobs, layers, control, worker):
+def work(jobs, layers, experts, control, worker):
     """Worker 0, the caller: runs the job with whoever of the team is there, returns when it is done and all have left
     it. The others: join every launch that they are in time for, until the team stops.
 
@@ -124,7 +194,7 @@ def work(jobs, layers, control, worker):
     """
     if worker == 0:
         open_launch(control)
-        _run(jobs[0], layers, worker)
+        _run(jobs[0], layers, experts, worker)
         close_launch(control)
         return
     seen = 0
@@ -133,5 +203,5 @@ def work(jobs, layers, control, worker):
         if seen < 0:
             return
         if enter(control):
-            _run(jobs[0], layers, worker)
+            _run(jobs[0], layers, experts, worker)
             leave(control)

@@ -190,6 +190,18 @@ def _add_panels(m, y, y_stride, residual, residual_stride, rows, first, stop):
 
 
 @njit(nogil=True, cache=True)
+def product_panels(m, x, x_stride, y, y_stride, rows, first, stop, tile):
+    """What one thread does of y = x . w^T + bias: panels first..stop for `rows` rows, as many as there are."""
+    if rows <= (1 if takes_integers(m) else _DIRECT_ROWS):
+        _decode_panels(m, x, x_stride, y, y_stride, rows, first, stop)
+    else:
+        for row in range(0, rows, _BLOCK_ROWS):
+            count = min(np.int64(_BLOCK_ROWS), rows - row)
+            _block_panels(m, x + row * x_stride, x_stride, y + row * y_stride, y_stride, count, first, stop, tile)
+    _add_panels(m, y, y_stride, NO_RESIDUAL, NO_RESIDUAL, rows, first, stop)
+
+
+@njit(nogil=True, cache=True)
 def matmul(m, x, x_stride, y, y_stride, residual, residual_stride, rows, phase, threads, tile):
     """One phase: y = x . w^T + bias for `rows` rows, and residual += y unless that is NO_RESIDUAL.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from tierd.kernels.cpu.attention import BOUND_BYTES
 from tierd.kernels.cpu.matmul import gather_row
 from tierd.kernels.cpu.pages import turn, write_token
 from tierd.kernels.cpu.simd import (
@@ -28,7 +29,7 @@ _ACTIVATION_COLS = 512  # columns of one item of `activate`
 
 
 @njit(nogil=True, cache=True)
-def _norm_row(x, weight, length, padded, eps, out):
+def norm_row(x, weight, length, padded, eps, out):
     """out = x / sqrt(mean of squares + eps) * weight over `length` values. Both arrays hold `padded` (a multiple of
     8) values, those beyond `length` being zero in x. May work in place."""
     squares = splat(np.float32(0))
@@ -52,12 +53,12 @@ def embed(job, phase):
 
 
 @njit(nogil=True, cache=True)
-def norm(job, weight, phase):
-    """One phase: normed = RMSNorm(residual), all rows."""
+def norm(job, weight, out, phase):
+    """One phase: out = RMSNorm(residual), all rows; `out` has the residual's stride."""
     row = take(phase, 1)
     while row < job.rows:
         at = row * job.residual_stride
-        _norm_row(job.residual + at, weight, job.hidden, job.hidden_padded, job.norm_eps, job.normed + at)
+        norm_row(job.residual + at, weight, job.hidden, job.hidden_padded, job.norm_eps, out + at)
         finish(phase, 1)
         row = take(phase, 1)
     wait_for(phase, job.rows)
@@ -70,7 +71,7 @@ def norm_logit_rows(job, phase):
     while item < job.num_logits:
         source = job.residual + load_i32(job.logit_rows + 4 * item) * job.residual_stride
         target = job.normed + item * job.residual_stride
-        _norm_row(source, job.final_norm, job.hidden, job.hidden_padded, job.norm_eps, target)
+        norm_row(source, job.final_norm, job.hidden, job.hidden_padded, job.norm_eps, target)
         finish(phase, 1)
         item = take(phase, 1)
     wait_for(phase, job.num_logits)
@@ -108,17 +109,43 @@ def _stop_row(job, row):
 
 
 @njit(nogil=True, cache=True)
+def _add_sink_query(job, row, head, at):
+    """Keeps another copy of a bounded row's query, rotated to where its sinks are seen from."""
+    bound = job.bounds + BOUND_BYTES * row
+    if load_i32(bound + 4) == 0:
+        return
+    target = job.sink_queries + row * job.attended_stride + head * 4 * job.head_dim
+    for d in range(0, 4 * job.head_dim, 32):
+        store8(target + d, load8(at + d))
+    angle = load_i32(bound + 8) * job.rope_stride
+    _rotate(target, job.cos + angle, job.sin + angle, job.head_dim, job.query_scale)
+    if job.rotation > 1:
+        turn(target, job.head_dim, job.rotation)
+
+
+@njit(nogil=True, cache=True)
+def _angles(job, row):
+    """Where the cos and the sin of a row lie."""
+    angle = load_i32(job.bounds + BOUND_BYTES * row + 16) if job.bounds != 0 else load_i32(job.positions + 4 * row)
+    if angle < 0:  # beyond the tables
+        return job.far_cos + (-1 - angle) * job.rope_stride, job.far_sin + (-1 - angle) * job.rope_stride
+    return job.cos + angle * job.rope_stride, job.sin + angle * job.rope_stride
+
+
+@njit(nogil=True, cache=True)
 def _rotate_and_write(job, layer_index, q_norm, k_norm, row):
     head_bytes = 4 * job.head_dim
     position = load_i32(job.positions + 4 * row)
-    cos, sin = job.cos + position * job.rope_stride, job.sin + position * job.rope_stride
+    cos, sin = _angles(job, row)
     queries = job.qkv + row * job.qkv_stride
     keys = queries + job.heads * head_bytes
     values = keys + job.kv_heads * head_bytes
     for head in range(job.heads):
         at = queries + head * head_bytes
         if q_norm != 0:
-            _norm_row(at, q_norm, job.head_dim, job.head_dim, job.norm_eps, at)
+            norm_row(at, q_norm, job.head_dim, job.head_dim, job.norm_eps, at)
+        if job.bounds != 0:
+            _add_sink_query(job, row, head, at)
         _rotate(at, cos, sin, job.head_dim, job.query_scale)
         if job.rotation > 1:
             turn(at, job.head_dim, job.rotation)
@@ -127,7 +154,7 @@ def _rotate_and_write(job, layer_index, q_norm, k_norm, row):
     for head in range(job.kv_heads):
         at = keys + head * head_bytes
         if k_norm != 0:
-            _norm_row(at, k_norm, job.head_dim, job.head_dim, job.norm_eps, at)
+            norm_row(at, k_norm, job.head_dim, job.head_dim, job.norm_eps, at)
         _rotate(at, cos, sin, job.head_dim, np.float32(1))
         if job.rotation > 1:
             turn(at, job.head_dim, job.rotation)
@@ -149,6 +176,17 @@ def rotate_and_write(job, layer_index, q_norm, k_norm, phase):
 
 
 @njit(nogil=True, cache=True)
+def activate_columns(gate, width, first, stop, out):
+    """Columns first..stop of silu(gate) * up; `gate` is `width` columns, and up those behind it."""
+    up = gate + 4 * width
+    # The last vector may run over the end of the row, into the room its stride leaves.
+    for i in range(first, stop, 8):
+        g = load8(gate + 4 * i)
+        decayed = exp8(sub(splat(np.float32(0)), g))
+        store8(out + 4 * i, mul(div(g, add(splat(np.float32(1)), decayed)), load8(up + 4 * i)))
+
+
+@njit(nogil=True, cache=True)
 def activate(job, phase):
     """One phase: activated = silu(gate) * up, silu(x) = x / (1 + e^-x)."""
     chunks = (job.intermediate + _ACTIVATION_COLS - 1) // _ACTIVATION_COLS
@@ -156,14 +194,9 @@ def activate(job, phase):
     item = take(phase, 1)
     while item < total:
         row, first = item // chunks, item % chunks * _ACTIVATION_COLS
-        gate = job.gate_up + row * job.gate_up_stride
-        up = gate + 4 * job.intermediate
-        out = job.activated + row * job.activated_stride
-        # The last vector may run over the end of the row, into the room its stride leaves.
-        for i in range(first, min(first + _ACTIVATION_COLS, job.intermediate), 8):
-            g = load8(gate + 4 * i)
-            decayed = exp8(sub(splat(np.float32(0)), g))
-            store8(out + 4 * i, mul(div(g, add(splat(np.float32(1)), decayed)), load8(up + 4 * i)))
+        gate, out = job.gate_up + row * job.gate_up_stride, job.activated + row * job.activated_stride
+        stop = min(first + _ACTIVATION_COLS, job.intermediate)
+        activate_columns(gate, job.intermediate, first, stop, out)
         finish(phase, 1)
         item = take(phase, 1)
     wait_for(phase, total)

@@ -223,6 +223,17 @@ def store_f32(typingctx, address, value):
     return types.none(types.int64, types.float32), codegen
 
 
+@intrinsic
+def store_i32(typingctx, address, value):
+    """Writes the low half of an int64."""
+
+    def codegen(ctx, b, sig, args):
+        emit_store(b, args[0], b.trunc(args[1], I32), 4)
+        return ctx.get_dummy_value()
+
+    return types.none(types.int64, types.int64), codegen
+
+
 def _lane_store(emit_narrow, align):
     """Stores lane i of a vector at `address + i * stride_bytes`, narrowed first."""
 

@@ -10,28 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numba import from_dtype, types
 from numpy.typing import NDArray
 
-from tierd.kernels.cpu.attention import (
-    SEGMENT_TOKENS,
-    attention,
-    max_block_queries,
-    scratch_bytes,
-    sums_bytes,
-)
-from tierd.kernels.cpu.batch import Addresses, Memory, check_pages, cut_attention
-from tierd.kernels.cpu.forward import JOB, num_phases, num_stages, work
+from tierd.kernels.cpu.attention import SEGMENT_TOKENS, sums_bytes
+from tierd.kernels.cpu.batch import Addresses, Memory, Placed, check_pages, cut_attention, place
+from tierd.kernels.cpu.forward import JOB, num_stages, work
 from tierd.kernels.cpu.hidden import final_hidden
-from tierd.kernels.cpu.matmul import MATRIX, TILE_BYTES, matmul
-from tierd.kernels.cpu.microkernel import direct
+from tierd.kernels.cpu.mixture import ExpertSource, run_mixture
 from tierd.kernels.cpu.pages import page_values
-from tierd.kernels.cpu.quantize import quantized_row_bytes
-from tierd.kernels.cpu.team import PHASE_WORDS, Team
+from tierd.kernels.cpu.scratch import Scratch
+from tierd.kernels.cpu.team import Team
+from tierd.kernels.cpu.warm import warm_up
 from tierd.kernels.cpu.weights import DecoderShape as DecoderShape
 from tierd.kernels.cpu.weights import LayerWeights as LayerWeights
 from tierd.kernels.cpu.weights import (
@@ -45,22 +39,25 @@ from tierd.kernels.cpu.weights import (
     padded_vector,
 )
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
-from tierd.kernels.packing import PANEL_ROWS, PackedMatrix, WeightFormat, pack
-from tierd.kernels.rows import Batch, Ints, check_batch
+from tierd.kernels.packing import PANEL_ROWS, PackedMatrix
+from tierd.kernels.rows import Batch, Ints
 
 Floats = NDArray[np.float32]
+Angles = Callable[[Ints], tuple[Floats, Floats]]  # positions to cos and sin [positions, head_dim / 2]
 
 
 @dataclass(slots=True)
 class _OpenPass:
     """A pass between `start` and `finish`; keeps alive what the job names."""
 
-    batch: Batch
+    batch: Placed
     next_layer: int = 0
 
 
 class CpuDecoder:
     """A decoder whose weights, scratch and threads are ready. `max_rows` bounds the rows, and the logits, of a pass.
+
+    `far` gives cos and sin of other positions, for rows beyond the tables (see `kernels.rows.Bound`).
 
     `head` may be the matrix of `embed`. A layer, embedding or head that is None is streamed: passes are then computed
     layer by layer, and it is handed in where it is needed. `cos` and `sin` [context, head_dim / 2] are the RoPE tables,
@@ -82,6 +79,7 @@ class CpuDecoder:
         sin: Floats,
         max_rows: int,
         threads: int,
+        far: Angles | None = None,
     ) -> None:
         _check_layout(shape, layout)
         if max_rows < 1:
@@ -91,6 +89,8 @@ class CpuDecoder:
         self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
         self._open: _OpenPass | None = None
         self._sums: Memory = np.empty(0, np.uint8)  # of attention; grows with what passes need
+        self._sink_queries: Memory = np.empty(0, np.uint8)  # there once a pass has sinks
+        self._far, self._far_angles = far, (np.empty(0, np.float32), np.empty(0, np.float32))
         self._kept: list[object] = []  # what the records hold addresses of
         self._jobs = np.zeros(1, JOB)
         self._job: Any = self._jobs[0]
@@ -102,8 +102,8 @@ class CpuDecoder:
         for name, table in (("cos", cos), ("sin", sin)):
             self._job[name] = self._keep(np.ascontiguousarray(table, np.float32))
         self._job["rope_stride"] = 4 * cos.shape[1]
-        self._set_scratch(threads)
-        self._team = Team(threads, work, (self._jobs, self.weights.records))
+        self._scratch = Scratch(shape, self._job, max_rows, threads)
+        self._team = Team(threads, work, (self._jobs, self.weights.records, self.weights.experts.records))
 
     def forward(
         self,
@@ -114,24 +114,25 @@ class CpuDecoder:
         pages: Addresses,
         page_offsets: Ints,
         logit_rows: Ints,
+        bounds: Ints | None = None,
     ) -> Floats:
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
         Row t is token `tokens[t]` at `positions[t]` of sequence `row_seq[t]`, whose pages are
         `pages[page_offsets[s]:page_offsets[s + 1]]`: int64 addresses of records, each of them whole within one of the
         `memories` (writable uint8 arrays of any shape). It sees the tokens 0..positions[t] of its sequence, within the
-        layer's window. The rows of a sequence are adjacent and ascending. The other index arrays are int32. Raises
-        ValueError, before any memory is touched, for what doesn't fit. Drops a pass by layers that is not finished.
+        layer's window, or with `bounds` [sequences, 4] what `kernels.rows.Bound` says. The rows of a sequence are
+        adjacent and ascending. The other index arrays are int32. Raises ValueError, before any memory is touched, for
+        what doesn't fit. Drops a pass by layers that is not finished.
         """
-        batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
-        self._check(batch)
+        placed = self._place(Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds)
         check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))
         self.weights.require_all()
         self._require("embedding", self._embed)
         self._require("head", self._head)
         self._open = None
-        self._describe(batch)
-        self._describe_pages(batch, pages)
+        self._describe(placed)
+        self._describe_pages(placed.batch, pages)
         logits = self._new_logits(len(logit_rows))
         self._launch(range(num_stages(self.shape.num_layers)))
         return logits[:, : self.shape.vocab]
@@ -144,6 +145,7 @@ class CpuDecoder:
         page_offsets: Ints,
         logit_rows: Ints,
         rows: Rows | None = None,
+        bounds: Ints | None = None,
     ) -> None:
         """Opens a pass that is computed layer by layer: embeds the rows. Arguments and errors as for `forward`.
 
@@ -153,22 +155,29 @@ class CpuDecoder:
         pass that is not finished is dropped.
         """
         batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
-        self._check(batch)
-        batch = Batch(*(array.copy() for array in batch))  # what was checked must not change until `finish`
+        placed = self._place(batch, bounds)
+        # What was checked must not change until `finish`.
+        placed = placed._replace(batch=Batch(*(array.copy() for array in placed.batch)))
         if rows is None:
             self._require("embedding", self._embed)
         else:
             check_rows(rows, len(batch.tokens))
-        self._describe(batch)
+        self._describe(placed)
         if rows is not None:
             self._job["tokens"], self._job["embed"] = rows.tokens.ctypes.data, rows.matrix[0]
-        self._open = _OpenPass(batch)
+        self._open = _OpenPass(placed)
         self._launch(range(1))
 
     def layer(
-        self, index: int, memories: Sequence[Memory], pages: Addresses, placed: PlacedLayer | None = None
+        self,
+        index: int,
+        memories: Sequence[Memory],
+        pages: Addresses,
+        placed: PlacedLayer | None = None,
+        experts: ExpertSource | None = None,
     ) -> None:
-        """Computes layer `index` of the open pass; `placed` is where its weights lie, if it has no place of its own.
+        """Computes layer `index` of the open pass; `placed` is where its weights lie, if it has no place of its own,
+        and `experts` brings its experts if not all of them have one.
 
         The layer's slice of page i lies at `pages[i] + index * layout.layer_bytes`, within one of the memories: pages
         may lie elsewhere in every layer, and the rest of a record need not be there. Raises ValueError, before any
@@ -177,14 +186,18 @@ class CpuDecoder:
         opened = self._opened()
         if index != opened.next_layer or index >= self.shape.num_layers:
             raise ValueError(f"layer {index} of {self.shape.num_layers} after {opened.next_layer} layers")
-        check_pages(pages, opened.batch.page_offsets, memories, self.layout, range(index, index + 1))
+        check_pages(pages, opened.batch.batch.page_offsets, memories, self.layout, range(index, index + 1))
         if placed is not None and placed.index == index:
             self.weights.put(placed)
         elif placed is not None or not self.weights.is_resident(index):
             raise ValueError(f"layer {index} is streamed: say where it lies")
         opened.next_layer += 1
-        self._describe_pages(opened.batch, pages)
-        self._launch(range(1 + index, 2 + index))
+        self._describe_pages(opened.batch.batch, pages)
+        if self.weights.experts.has_all(index):
+            self._launch(range(1 + index, 2 + index))
+            return
+        launch = partial(self._launch, range(1 + index, 2 + index))
+        run_mixture(self.shape, self._job, self._scratch, self.weights, index, experts, launch)
 
     def finish(self, head: Iterable[Part] | None = None) -> Floats:
         """Closes the open pass: logits [len(logit_rows), vocab]. Raises ValueError before its last layer is done.
@@ -195,7 +208,7 @@ class CpuDecoder:
         opened, num_layers = self._opened(), self.shape.num_layers
         if opened.next_layer != num_layers:
             raise ValueError(f"the open pass has {opened.next_layer} of {num_layers} layers")
-        logits = self._new_logits(len(opened.batch.logit_rows))
+        logits = self._new_logits(len(opened.batch.batch.logit_rows))
         stages = range(num_layers + 1, num_layers + 2)
         if head is None:
             self._require("head", self._head)
@@ -236,22 +249,12 @@ class CpuDecoder:
     @staticmethod
     def warm_up(progress: Callable[[int, int], None]) -> None:
         """Compiles the kernels, or loads them from Numba's cache; `progress(done, total)` counts stages."""
-        address = types.int64
-        stages: list[Callable[[], object]] = [
-            lambda: direct.compile((address,) * 12),
-            lambda: matmul.compile((from_dtype(MATRIX), *[address] * 10)),
-            lambda: attention.compile((from_dtype(JOB), *[address] * 4)),
-            _tiny_pass,
-        ]
-        for done, stage in enumerate(stages):
-            progress(done, len(stages))
-            stage()
-        progress(len(stages), len(stages))
+        warm_up(CpuDecoder, progress)
 
-    def _check(self, batch: Batch) -> None:
+    def _place(self, batch: Batch, bounds: Ints | None) -> Placed:
         if not self._team.close.alive:
             raise ValueError("the decoder is closed")
-        check_batch(batch, self.shape.vocab, self.context, self.max_rows)
+        return place(batch, bounds, self.shape.vocab, self.context, self.max_rows, self._far is not None)
 
     def _opened(self) -> _OpenPass:
         if not self._team.close.alive:
@@ -279,12 +282,24 @@ class CpuDecoder:
         if done * PANEL_ROWS != padded(self.shape.vocab):
             raise ValueError(f"the parts of the head end at panel {done}")
 
-    def _describe(self, batch: Batch) -> None:
-        """Names the rows in the job. The caller keeps the batch alive."""
-        job = self._job
+    def _describe(self, placed: Placed) -> None:
+        """Names the rows in the job."""
+        job, batch = self._job, placed.batch
+        self._placed = placed  # alive until the next one
         for name in Batch._fields:
             job[name] = getattr(batch, name).ctypes.data
         job["rows"], job["num_logits"] = len(batch.tokens), len(batch.logit_rows)
+        job["bounds"] = 0
+        if placed.records is None or placed.sink_offsets is None or placed.far is None:
+            return
+        job["bounds"], job["sink_offsets"] = placed.records.ctypes.data, placed.sink_offsets.ctypes.data
+        if placed.records[:, 1].any() and not len(self._sink_queries):
+            self._sink_queries = np.empty(self.max_rows * int(job["attended_stride"]) + 64, np.uint8)
+        job["sink_queries"] = -(-self._sink_queries.ctypes.data // 64) * 64
+        if len(placed.far) and self._far is not None:
+            cos, sin = (np.ascontiguousarray(table, np.float32) for table in self._far(placed.far))
+            self._far_angles = cos, sin
+            job["far_cos"], job["far_sin"] = cos.ctypes.data, sin.ctypes.data
 
     def _describe_pages(self, batch: Batch, pages: Addresses) -> None:
         """Names the pages of the next launch in the job, and the parts of attention over them. The caller keeps the
@@ -313,8 +328,8 @@ class CpuDecoder:
 
     def _launch(self, stages: range) -> None:
         self._job["first_stage"], self._job["stop_stage"] = stages.start, stages.stop
-        self._phases[:] = 0
-        work(self._jobs, self.weights.records, self._team.address, 0)
+        self._scratch.phases[:] = 0
+        work(self._jobs, self.weights.records, self.weights.experts.records, self._team.address, 0)
 
     def _keep(self, array: NDArray[Any]) -> int:
         """Keeps the array alive as long as the decoder; its address."""
@@ -331,42 +346,6 @@ class CpuDecoder:
         job["query_scale"] = 1 / math.sqrt(shape.head_dim)
         job["threads"] = threads
 
-    def _set_scratch(self, threads: int) -> None:
-        shape, job = self.shape, self._job
-        for buffer, stride, cols in (
-            ("residual", "residual_stride", shape.hidden),
-            ("normed", "residual_stride", shape.hidden),
-            ("product", "product_stride", shape.hidden),
-            ("qkv", "qkv_stride", shape.qkv_rows),
-            ("attended", "attended_stride", shape.heads * shape.head_dim),
-            ("gate_up", "gate_up_stride", 2 * shape.intermediate),
-            ("activated", "activated_stride", shape.intermediate),
-        ):
-            job[stride] = _odd_lines(4 * padded(cols))
-            job[buffer] = self._aligned(self.max_rows * int(job[stride]))
-        widest = max(shape.hidden, shape.heads * shape.head_dim, shape.intermediate)
-        job["quantized_stride"] = _odd_lines(quantized_row_bytes(widest))
-        job["quantized"] = self._aligned(self.max_rows * int(job["quantized_stride"]))
-        group = shape.heads // shape.kv_heads
-        job["block_queries"] = max_block_queries(shape.head_dim, group)
-        job["tile"] = -(-scratch_bytes(shape.head_dim, group) // 64) * 64
-        job["scratch_stride"] = job["tile"] + TILE_BYTES
-        job["scratch"] = self._aligned(threads * int(job["scratch_stride"]))
-        self._phases = np.zeros(num_phases(shape.num_layers) * PHASE_WORDS + 8, np.int64)
-        job["phases"] = -(-self._phases.ctypes.data // 64) * 64
-
-    def _aligned(self, count_bytes: int) -> int:
-        """Address of zeroed memory that starts on a cache line."""
-        address = self._keep(np.zeros(count_bytes + 64, np.uint8))
-        return -(-address // 64) * 64
-
-
-def _odd_lines(row_bytes: int) -> int:
-    """Bytes from row to row, an odd number of cache lines: the same column of many rows, 12,288 bytes apart, would lie
-    in one set of the first-level cache."""
-    lines = -(-row_bytes // 64)
-    return 64 * (lines + 1 - lines % 2)
-
 
 def _check_layout(shape: DecoderShape, layout: PageLayout) -> None:
     if layout.page_tokens != PAGE_TOKENS:
@@ -374,21 +353,3 @@ def _check_layout(shape: DecoderShape, layout: PageLayout) -> None:
     found = (layout.num_layers, layout.kv_heads, layout.head_dim)
     if found != (shape.num_layers, shape.kv_heads, shape.head_dim):
         raise ValueError(f"the page layout {layout.describe()} is not that of the decoder")
-
-
-def _tiny_pass() -> None:
-    """A pass through the smallest decoder there is: every kernel has one signature, so this compiles them all."""
-    shape = DecoderShape(1, 16, 16, 1, 1, 16, 16, 1e-5, False, (0,))
-    ones = np.ones(16, np.float32)
-
-    def matrix(rows: int) -> PackedMatrix:
-        return PackedMatrix(WeightFormat.FP32, rows, 16, pack(WeightFormat.FP32, np.ones((rows, 16), np.float32)))
-
-    layer = LayerWeights(ones, matrix(48), matrix(16), ones, matrix(32), matrix(16))
-    layout = PageLayout(1, 1, 16)
-    table = np.zeros((1, 8), np.float32)
-    zero = np.zeros(1, np.int32)
-    arena = np.zeros(layout.record_bytes, np.uint8)
-    pages = np.array([arena.ctypes.data], np.int64)
-    with CpuDecoder(shape, [layer], matrix(16), ones, matrix(16), layout, table, table, 1, 1) as decoder:
-        decoder.forward([arena], zero, zero, zero, pages, np.array([0, 1], np.int32), zero)

@@ -13,12 +13,30 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.kernels.cpu.forward import LAYER
+from tierd.kernels.cpu.forward import EXPERT, LAYER
 from tierd.kernels.cpu.matmul import MATRIX, describe_matrix
 from tierd.kernels.packing import PANEL_ROWS, PackedMatrix, WeightFormat, packed_bytes, panels, sections
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Sizes of mixtures: rows of `layers` (ascending) go through `used` of `count` experts, `intermediate` wide.
+
+    `renormalized`: the shares of the experts that a row goes through add up to one.
+    """
+
+    count: int
+    used: int
+    intermediate: int
+    renormalized: bool
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.used <= self.count or self.intermediate <= 0 or not self.layers:
+            raise ValueError(f"{self.used} of {self.count} experts of {self.intermediate} in layers {self.layers}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +53,7 @@ class DecoderShape:
     norm_eps: float
     qk_norm: bool
     windows: tuple[int, ...]
+    experts: ExpertsShape | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
@@ -48,27 +67,46 @@ class DecoderShape:
             raise ValueError(f"windows needs {self.num_layers} entries of at least 0, got {self.windows}")
 
     @property
+    def has_dense_layers(self) -> bool:
+        """Whether not all layers are mixtures."""
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
+    @property
     def qkv_rows(self) -> int:
         """Outputs of the fused query, key and value projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One expert; `gate_up` holds the gate's rows first, then those of up."""
+
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. `gate_up` holds the gate's rows first, then those of up; a bias or norm that is absent is None."""
+    """One layer. `gate_up` holds the gate's rows first, then those of up; a bias or norm that is absent is None.
+
+    A mixture has a router instead of `gate_up` and `down`, and `experts`, or those that are in
+    memory.
+    """
 
     attn_norm: Floats  # [hidden]
     qkv: PackedMatrix  # queries, keys, values
     o: PackedMatrix
     mlp_norm: Floats  # [hidden]
-    gate_up: PackedMatrix
-    down: PackedMatrix
+    gate_up: PackedMatrix | None
+    down: PackedMatrix | None
     qkv_bias: Floats | None = None
     q_norm: Floats | None = None  # [head_dim]
     k_norm: Floats | None = None  # [head_dim]
     o_bias: Floats | None = None
     gate_up_bias: Floats | None = None
     down_bias: Floats | None = None
+    router: PackedMatrix | None = None
+    experts: tuple[ExpertWeights | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +140,7 @@ class WeightTable:
         if len(layers) != shape.num_layers:
             raise ValueError(f"expected {shape.num_layers} layers, got {len(layers)}")
         self._shape = shape
+        self.experts = ExpertTable(shape)
         self.records = np.zeros(shape.num_layers, LAYER)
         self._resident: list[PlacedLayer | None] = [None] * shape.num_layers
         for index, layer in enumerate(layers):
@@ -124,12 +163,15 @@ class WeightTable:
             raise ValueError(f"qk_norm is {shape.qk_norm}, the layer's q_norm and k_norm say otherwise")
         record["q_norm"] = _vector(placed, "q_norm", layer.q_norm, shape.head_dim)
         record["k_norm"] = _vector(placed, "k_norm", layer.k_norm, shape.head_dim)
-        for name, rows, cols in (
-            ("qkv", shape.qkv_rows, shape.hidden),
-            ("o", shape.hidden, attended),
-            ("gate_up", 2 * shape.intermediate, shape.hidden),
-            ("down", shape.hidden, shape.intermediate),
-        ):
+        record["first_expert"] = self.experts.first(index)
+        matrices = [("qkv", shape.qkv_rows, shape.hidden), ("o", shape.hidden, attended)]
+        if shape.experts is not None and record["first_expert"] >= 0:
+            if layer.router is None:
+                raise ValueError(f"layer {index} is a mixture and has no router")
+            describe_checked("router", layer.router, shape.experts.count, shape.hidden, record["router"])
+        else:
+            matrices += [("gate_up", 2 * shape.intermediate, shape.hidden), ("down", shape.hidden, shape.intermediate)]
+        for name, rows, cols in matrices:
             describe_checked(name, getattr(layer, name), rows, cols, record[name])
             record[name]["bias"] = _vector(placed, f"{name}_bias", getattr(layer, f"{name}_bias"), rows)
         return placed
@@ -141,8 +183,11 @@ class WeightTable:
         self.records[placed.index] = placed.record[0]
 
     def keep(self, placed: PlacedLayer) -> None:
-        """The layer stays there."""
+        """The layer stays there, and so do those of its experts that it has."""
         self.put(placed)
+        for number, expert in enumerate(placed.weights.experts):
+            if expert is not None:
+                self.experts.keep(placed.index, number, expert)
         self._resident[placed.index] = placed
 
     def forget(self, index: int) -> None:
@@ -158,10 +203,66 @@ class WeightTable:
         missing = [index for index, placed in enumerate(self._resident) if placed is None]
         if missing:
             raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
+        if not self.experts.all_here:
+            raise ValueError("experts are streamed: compute the pass layer by layer")
 
 
-def describe_checked(name: str, matrix: PackedMatrix, rows: int, cols: int, record: np.void) -> None:
-    """Fills a MATRIX record. Raises ValueError for a matrix of another shape."""
+class ExpertTable:
+    """The record of each expert that a launch reads, those of a layer one behind the other.
+
+    An expert is kept where it is, or put somewhere before the launches that need it.
+    """
+
+    def __init__(self, shape: DecoderShape) -> None:
+        self._shape = shape
+        layers = () if shape.experts is None else shape.experts.layers
+        self._count = 0 if shape.experts is None else shape.experts.count
+        self._firsts = {layer: number * self._count for number, layer in enumerate(layers)}
+        self._kept: list[ExpertWeights | None] = [None] * (len(layers) * self._count)
+        self._missing = len(self._kept)
+        self.records = np.zeros(max(1, len(self._kept)), EXPERT)  # never empty: compiled code takes its type
+
+    def first(self, layer: int) -> int:
+        """The number of a layer's first expert; -1 of a dense layer."""
+        return self._firsts.get(layer, -1)
+
+    def put(self, layer: int, expert: int, weights: ExpertWeights) -> None:
+        """The next launches find the expert there; the caller keeps it alive. Raises ValueError if it doesn't fit."""
+        shape, experts = self._shape, self._shape.experts
+        if experts is None or layer not in self._firsts or not 0 <= expert < experts.count:
+            raise ValueError(f"there is no expert {expert} in layer {layer}")
+        record = self.records[self._firsts[layer] + expert]
+        describe_checked("gate_up", weights.gate_up, 2 * experts.intermediate, shape.hidden, record["gate_up"])
+        describe_checked("down", weights.down, shape.hidden, experts.intermediate, record["down"])
+
+    def keep(self, layer: int, expert: int, weights: ExpertWeights) -> None:
+        """The expert stays there."""
+        self.put(layer, expert, weights)
+        number = self._firsts[layer] + expert
+        self._missing -= self._kept[number] is None
+        self._kept[number] = weights
+
+    def forget(self, layer: int, expert: int) -> None:
+        """The expert has no place of its own any more."""
+        number = self._firsts[layer] + expert
+        self._missing += self._kept[number] is not None
+        self._kept[number] = None
+
+    @property
+    def all_here(self) -> bool:
+        """Whether every expert has a place of its own."""
+        return not self._missing
+
+    def has_all(self, layer: int) -> bool:
+        """Whether every expert of a layer has a place of its own; so it is in a dense one."""
+        first = self.first(layer)
+        return first < 0 or not self._missing or None not in self._kept[first : first + self._count]
+
+
+def describe_checked(name: str, matrix: PackedMatrix | None, rows: int, cols: int, record: np.void) -> None:
+    """Fills a MATRIX record. Raises ValueError for a matrix of another shape, or none."""
+    if matrix is None:
+        raise ValueError(f"{name} is missing")
     if (matrix.rows, matrix.cols) != (rows, cols):
         raise ValueError(f"{name} must be {rows} x {cols}, got {matrix.rows} x {matrix.cols}")
     describe_matrix(matrix, record)

@@ -61,6 +61,8 @@ class GpuLayer:
         def vector(values: Floats | None) -> Tensor | None:
             return None if values is None else needed(values)
 
+        if layer.gate_up is None or layer.down is None:
+            raise ValueError("mixtures of experts are not computed on a card yet")
         qk_norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             qk_norms = needed(layer.q_norm), needed(layer.k_norm)

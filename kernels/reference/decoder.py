@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import PackedMatrix, unpack
+from tierd.kernels.reference.moe import mixture
 from tierd.kernels.reference.packed import PAGE_DTYPES, read_packed
 from tierd.kernels.reference.paged import put_tokens
+from tierd.kernels.rows import Bound
 
 if TYPE_CHECKING:
-    from tierd.kernels.cpu.step import DecoderShape, LayerWeights
+    from tierd.kernels.cpu.weights import DecoderShape, ExpertWeights, LayerWeights
 
 
 def weights(matrix: PackedMatrix) -> torch.Tensor:  # [rows, cols]
@@ -63,6 +66,46 @@ def pages(arena: NDArray[np.uint8], layout: PageLayout, layer: int) -> tuple[tor
     return keys.transpose(2, 3), values
 
 
+def angles(positions: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [positions, head_dim / 2] of any positions, in float64; `inverse`: radians of one position."""
+    phases = positions.double()[:, None] * inverse.double()
+    return phases.cos(), phases.sin()
+
+
+def attention_bounded(
+    queries: torch.Tensor,  # [rows, heads, head_dim], neither rotated nor scaled
+    keys: torch.Tensor,  # [tokens, kv_heads, head_dim] of one sequence, rotated to their positions
+    values: torch.Tensor,  # the same
+    positions: Sequence[int],
+    inverse: torch.Tensor,  # [head_dim / 2]
+    bound: Bound,
+    window: int = 0,  # the layer's
+) -> torch.Tensor:  # [rows, heads, head_dim], float64
+    """Attention as StreamingLLM (arXiv 2309.17453) says it: what a row sees is a cache whose keys are rotated to their
+    places in it. `bound.lead` and `bound.base` have no meaning here: all tokens are given."""
+    out = torch.empty_like(queries, dtype=torch.float64)
+    group = queries.shape[1] // keys.shape[1]
+    turned_back = angles(-torch.arange(len(keys)), inverse)
+    plain = rope(keys.double(), *turned_back)
+    for row, position in enumerate(positions):
+        cache = list(range(position + 1))
+        if bound.sinks and position >= bound.sinks + bound.window:
+            cache = [*range(bound.sinks), *range(position - bound.window + 1, position + 1)]
+        elif bound.window and not bound.sinks:
+            cache = cache[-bound.window :]
+        places = torch.arange(len(cache))  # in the cache; before anything has left it these are the positions
+        seen = torch.tensor([position - token < window if window else True for token in cache])
+        tokens = torch.tensor(cache)
+        if not bound.sinks:
+            places = tokens
+        k = rope(plain[tokens], *angles(places, inverse))[seen].repeat_interleave(group, 1)
+        v = values.double()[tokens][seen].repeat_interleave(group, 1)
+        q = rope(queries[row : row + 1].double(), *angles(places[-1:], inverse))[0]
+        scores = torch.einsum("hd,thd->ht", q, k) / math.sqrt(queries.shape[2])
+        out[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+    return out
+
+
 def attention(
     queries: torch.Tensor,  # [rows, heads, head_dim], not scaled
     keys: torch.Tensor,  # [slots, kv_heads, token, head_dim]
@@ -100,8 +143,14 @@ def forward(
     page_table: NDArray[np.int32],
     page_offsets: NDArray[np.int32],
     logit_rows: NDArray[np.int32],
+    bounds: Sequence[Bound] = (),
+    inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [logit rows, vocab]
-    """`CpuDecoder` as one function: writes the rows' keys and values into the arena and returns logits."""
+    """`CpuDecoder` as one function: writes the rows' keys and values into the arena and returns logits.
+
+    `bounds`, of each sequence, with `inverse`, the frequencies of the tables: the pages are all of them, whatever a
+    bound says of its own.
+    """
     at = torch.from_numpy(positions).long()
     tables = [page_table[page_offsets[s] : page_offsets[s + 1]].tolist() for s in row_seq]
     slots = torch.tensor([table[p // layout.page_tokens] for table, p in zip(tables, at.tolist(), strict=True)])
@@ -119,14 +168,40 @@ def forward(
             record = torch.from_numpy(arena[slot])
             put_tokens(record, layout, index, k[row, :, None], v[row, :, None], position % layout.page_tokens)
         keys, values = pages(arena, layout, index)
-        q = rope(q, cos_rows, sin_rows)
-        attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index])
+        if inverse is None:
+            q = rope(q, cos_rows, sin_rows)
+            attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index])
+        else:
+            attended = torch.empty_like(q)
+            for s, bound in enumerate(bounds):
+                mine = torch.from_numpy(row_seq) == s
+                table = page_table[page_offsets[s] : page_offsets[s + 1]].tolist()
+                k, v = (torch.cat([plane[slot] for slot in table], 1).transpose(0, 1) for plane in (keys, values))
+                places = at[mine].tolist()
+                attended[mine] = attention_bounded(
+                    q[mine], k, v, places, inverse, bound, shape.windows[index]
+                ).float()
         x = x + matmul(attended.flatten(1), layer.o, _optional(layer.o_bias))
         normed = rms_norm(x, torch.from_numpy(layer.mlp_norm), shape.norm_eps)
-        gate, up = matmul(normed, layer.gate_up, _optional(layer.gate_up_bias)).chunk(2, -1)
-        x = x + matmul(torch.nn.functional.silu(gate) * up, layer.down, _optional(layer.down_bias))
+        x = x + _mlp(shape, layer, normed)
     x = rms_norm(x[torch.from_numpy(logit_rows).long()], torch.from_numpy(final_norm), shape.norm_eps)
     return matmul(x, head)
+
+
+def _mlp(shape: DecoderShape, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+    """The second half of a layer, dense or a mixture, of normed rows."""
+
+    def one(part: LayerWeights | ExpertWeights, rows: torch.Tensor) -> torch.Tensor:
+        gate_up, down = part.gate_up, part.down
+        assert gate_up is not None and down is not None
+        gate, up = matmul(rows, gate_up, _optional(getattr(part, "gate_up_bias", None))).chunk(2, -1)
+        activated = torch.nn.functional.silu(gate) * up
+        return matmul(activated, down, _optional(getattr(part, "down_bias", None)))
+
+    if layer.router is None or shape.experts is None:
+        return one(layer, x)
+    experts = [partial(one, expert) for expert in layer.experts if expert is not None]
+    return mixture(x, matmul(x, layer.router), shape.experts.used, shape.experts.renormalized, experts)
 
 
 def _optional(vector: NDArray[np.float32] | None) -> torch.Tensor | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
+from tierd.kernels.cpu.step import Angles, CpuDecoder
+from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import ROUNDED_FORMATS, KQuants, PackedMatrix, WeightFormat, pack, pack_k
 
@@ -27,10 +28,10 @@ class TinyModel:
     cos: NDArray[np.float32]
     sin: NDArray[np.float32]
 
-    def decoder(self, max_rows: int = 64, threads: int = 2) -> CpuDecoder:
+    def decoder(self, max_rows: int = 64, threads: int = 2, far: Angles | None = None) -> CpuDecoder:
         return CpuDecoder(
             self.shape, self.layers, self.embed, self.final_norm, self.head, self.layout, self.cos, self.sin,
-            max_rows, threads,
+            max_rows, threads, far,
         )  # fmt: skip
 
     def arena(self, slots: int, fill: int = 0xFF) -> NDArray[np.uint8]:
@@ -75,11 +76,28 @@ def tiny_model(
     embed_format: WeightFormat = WeightFormat.FP32,
     page_format: str = "fp32",
     context: int = CONTEXT,
+    experts: ExpertsShape | None = None,
 ) -> TinyModel:
     rng = np.random.default_rng(seed)
 
     def vector(length: int, mean: float) -> NDArray[np.float32]:
         return (mean + 0.1 * rng.standard_normal(length)).astype(np.float32)
+
+    def expert() -> ExpertWeights:
+        assert experts is not None
+        return ExpertWeights(
+            random_matrix(rng, format, 2 * experts.intermediate, hidden),
+            random_matrix(rng, format, hidden, experts.intermediate),
+        )
+
+    def mixture(layer: LayerWeights) -> LayerWeights:
+        """The layer with experts instead of its MLP."""
+        assert experts is not None
+        router = random_matrix(rng, WeightFormat.FP32, experts.count, hidden)
+        return replace(
+            layer, gate_up=None, down=None, gate_up_bias=None, down_bias=None, router=router,
+            experts=tuple(expert() for _ in range(experts.count)),
+        )  # fmt: skip
 
     qkv_rows = (heads + 2 * kv_heads) * head_dim
     layers = [
@@ -99,12 +117,14 @@ def tiny_model(
         )
         for _ in windows
     ]
+    if experts is not None:
+        layers = [mixture(layer) if n in experts.layers else layer for n, layer in enumerate(layers)]
     embed = random_matrix(rng, embed_format, vocab, hidden)
     head = embed if tied else random_matrix(rng, embed_format, vocab, hidden)
     angles = np.outer(np.arange(context), 10000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2)))
     return TinyModel(
         DecoderShape(
-            len(windows), hidden, intermediate, heads, kv_heads, head_dim, vocab, 1e-5, qk_norm, windows
+            len(windows), hidden, intermediate, heads, kv_heads, head_dim, vocab, 1e-5, qk_norm, windows, experts
         ),
         layers,
         embed,

@@ -8,7 +8,7 @@ import torch
 
 from tierd.kernels import reference
 from tierd.kernels.cpu.forward import JOB
-from tierd.kernels.cpu.ops import _norm_row, _rotate, activate
+from tierd.kernels.cpu.ops import _rotate, activate, norm_row
 from tierd.kernels.cpu.team import PHASE_WORDS
 
 
@@ -19,11 +19,11 @@ def test_norm(length: int) -> None:
     x, weight = np.zeros(padded, np.float32), np.zeros(padded, np.float32)
     x[:length], weight[:length] = rng.standard_normal(length), rng.standard_normal(length)
     out = np.full(padded, np.nan, np.float32)
-    _norm_row(x.ctypes.data, weight.ctypes.data, length, padded, np.float32(1e-5), out.ctypes.data)
+    norm_row(x.ctypes.data, weight.ctypes.data, length, padded, np.float32(1e-5), out.ctypes.data)
     expected = reference.rms_norm(torch.from_numpy(x[:length]), torch.from_numpy(weight[:length]), 1e-5)
     assert np.abs(out[:length] - expected.numpy()).max() < 1e-5
     assert not out[length:].any()
-    _norm_row(x.ctypes.data, weight.ctypes.data, length, padded, np.float32(1e-5), x.ctypes.data)
+    norm_row(x.ctypes.data, weight.ctypes.data, length, padded, np.float32(1e-5), x.ctypes.data)
     assert np.array_equal(x, out)  # in place
 
 

@@ -6,6 +6,7 @@ a private page and never the file. Its pages come from the page cache when a ker
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import numpy.typing as npt
 
 from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import WEIGHTS, Manifest, RecordEntry, TensorEntry
+from tierd.daemon.models.records import expert_record
 from tierd.daemon.models.spec import ModelSpec
-from tierd.kernels.cpu.step import DecoderShape, LayerWeights
+from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights
 from tierd.kernels.packing import PackedMatrix, WeightFormat, packed_bytes
 
 Vector = npt.NDArray[np.float32]
@@ -89,6 +91,9 @@ def checked_format(record: str, entry: TensorEntry) -> WeightFormat:
 
 def shape_of(spec: ModelSpec) -> DecoderShape:
     """The kernels' view of a spec."""
+    experts = None
+    if (found := spec.experts) is not None:
+        experts = ExpertsShape(found.count, found.used, found.intermediate, found.renormalized, found.layers)
     return DecoderShape(
         num_layers=spec.num_layers,
         hidden=spec.hidden,
@@ -100,6 +105,7 @@ def shape_of(spec: ModelSpec) -> DecoderShape:
         norm_eps=spec.norm_eps,
         qk_norm=spec.qk_norm,
         windows=spec.windows or (0,) * spec.num_layers,
+        experts=experts,
     )
 
 
@@ -138,7 +144,10 @@ def load_weights(directory: Path, manifest: Manifest, progress: Callable[[int, i
     progress(1, total)
     layers = []
     for number in range(spec.num_layers):
-        layers.append(layer_of(view(f"layer.{number}"), spec))
+        experts: tuple[ExpertWeights, ...] = ()
+        if spec.experts is not None and spec.has_experts(number):
+            experts = tuple(expert_of(view(expert_record(number, n)), spec) for n in range(spec.experts.count))
+        layers.append(dataclasses.replace(layer_of(view(f"layer.{number}"), spec, number), experts=experts))
         progress(number + 2, total)
     head = embed if spec.tied else view("head").matrix("head", spec.vocab, spec.hidden)
     final_norm = view("final").vector("final_norm", spec.hidden)
@@ -153,8 +162,17 @@ def record_named(entries: dict[str, RecordEntry], name: str) -> RecordEntry:
     return entries[name]
 
 
-def layer_of(view: RecordView, spec: ModelSpec) -> LayerWeights:
-    """The weights of a layer in its record. Raises ModelInvalid when they do not agree with the spec."""
+def expert_of(view: RecordView, spec: ModelSpec) -> ExpertWeights:
+    """The weights of an expert in its record. Raises ModelInvalid when they do not agree with the spec."""
+    assert spec.experts is not None
+    width = spec.experts.intermediate
+    return ExpertWeights(view.matrix("gate_up", 2 * width, spec.hidden), view.matrix("down", spec.hidden, width))
+
+
+def layer_of(view: RecordView, spec: ModelSpec, number: int) -> LayerWeights:
+    """The weights of layer `number` in its record. Raises ModelInvalid when they do not agree with the spec."""
+    mixture = spec.experts if spec.has_experts(number) else None
+    dense_bias = spec.mlp_bias and mixture is None
     query = spec.heads * spec.head_dim
     fused = query + 2 * spec.kv_heads * spec.head_dim
     return LayerWeights(
@@ -166,8 +184,9 @@ def layer_of(view: RecordView, spec: ModelSpec) -> LayerWeights:
         o=view.matrix("o", spec.hidden, query),
         o_bias=view.vector_if(spec.o_bias, "o_bias", spec.hidden),
         mlp_norm=view.vector("mlp_norm", spec.hidden),
-        gate_up=view.matrix("gate_up", 2 * spec.intermediate, spec.hidden),
-        gate_up_bias=view.vector_if(spec.mlp_bias, "gate_up_bias", 2 * spec.intermediate),
-        down=view.matrix("down", spec.hidden, spec.intermediate),
-        down_bias=view.vector_if(spec.mlp_bias, "down_bias", spec.hidden),
+        gate_up=view.matrix("gate_up", 2 * spec.intermediate, spec.hidden) if mixture is None else None,
+        gate_up_bias=view.vector_if(dense_bias, "gate_up_bias", 2 * spec.intermediate),
+        down=view.matrix("down", spec.hidden, spec.intermediate) if mixture is None else None,
+        down_bias=view.vector_if(dense_bias, "down_bias", spec.hidden),
+        router=view.matrix("router", mixture.count, spec.hidden) if mixture is not None else None,
     )

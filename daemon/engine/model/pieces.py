@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
 
 from tierd.daemon.engine.model.load import HINT, checked_format, record_named
 from tierd.daemon.errors import ModelInvalid
-from tierd.daemon.models.catalog import Manifest, RecordEntry
+from tierd.daemon.models.catalog import WEIGHTS, Manifest, RecordEntry
 from tierd.daemon.models.placement import head_record, table_of
 from tierd.kernels.cpu.weights import panel_sections
 from tierd.kernels.packing import WeightFormat, panels
+from tierd.tiers.store_io import Bytes, StoreIO, huge_block
 from tierd.tiers.weights_file import Span, WeightFile, scan
-from tierd.tiers.weights_ring import Piece
+from tierd.tiers.weights_read import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,38 @@ class Tables:
         if key not in self._scanned:
             self._scanned[key] = scan_table(opened(), found, part_panels)
         return self._scanned[key]
+
+
+def open_file(directory: Path, manifest: Manifest, io: StoreIO | None) -> WeightFile:
+    """The weights of a prepared model, past the page cache. Raises ModelInvalid when the file isn't as it should be."""
+    try:
+        file = WeightFile(directory / WEIGHTS, io)
+    except (OSError, ValueError) as exc:
+        raise ModelInvalid(f"{WEIGHTS} can't be opened: {exc}", hint=HINT) from None
+    found, wanted = file.size_bytes, manifest.bytes
+    if found != wanted:
+        file.close()
+        raise ModelInvalid(f"{WEIGHTS} has {found} bytes, the manifest says {wanted}", hint=HINT)
+    return file
+
+
+def read_record(file: WeightFile, record: RecordEntry) -> Bytes:
+    """A record in memory of its own, checked. Raises ModelInvalid."""
+    memory = huge_block(record.bytes)
+    try:
+        file.read([(record.offset, memory)])
+    except OSError as exc:
+        raise ModelInvalid(f"record {record.name} can't be read: {exc.strerror or exc}", hint=HINT) from exc
+    if xxhash.xxh3_128_hexdigest(memory.data) != record.digest:
+        raise damaged(record.name)
+    return memory
+
+
+def drop_mapped(directory: Path, mapped: mmap.mmap, record: RecordEntry) -> None:
+    """A record of a mapped file leaves memory, and the page cache."""
+    mapped.madvise(mmap.MADV_DONTNEED, record.offset, record.bytes)
+    with contextlib.suppress(OSError), (directory / WEIGHTS).open("rb") as file:
+        os.posix_fadvise(file.fileno(), record.offset, record.bytes, os.POSIX_FADV_DONTNEED)
 
 
 def damaged(record: str) -> ModelInvalid:

@@ -83,6 +83,17 @@ def tables(freqs: Frequencies, context: int) -> tuple[npt.NDArray[np.float32], n
     )
 
 
+def angles(
+    freqs: Frequencies, positions: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """(cos, sin) of any positions, each float32 `[positions, head_dim / 2]`.
+
+    For those that no model was trained with: phases are float64, for in float32 neighbours far out would be the same.
+    """
+    phases = np.multiply.outer(positions.astype(np.float64), freqs.inverse.astype(np.float64))
+    return (np.cos(phases) * freqs.scaling).astype(np.float32), (np.sin(phases) * freqs.scaling).astype(np.float32)
+
+
 def _inverse(base: float, dim: int) -> npt.NDArray[np.float32]:
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.float32(1.0) / np.power(float(base), exponents.astype(np.float64)).astype(np.float32)

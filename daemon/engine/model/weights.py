@@ -6,28 +6,25 @@ cache decides what stays, and the others pass through a ring.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
-from tierd.daemon.engine.model.load import HINT, RecordView, Vector, layer_of, map_file, record_named, shape_of
-from tierd.daemon.engine.model.pieces import Table, Tables, damaged, layer_piece
-from tierd.daemon.engine.model.weights_status import PassMeter, WeightRow, WeightsStatus
-from tierd.daemon.errors import ModelInvalid
-from tierd.daemon.models.catalog import WEIGHTS, Manifest
+from tierd.daemon.engine.model.experts import Experts, StreamedExperts
+from tierd.daemon.engine.model.load import RecordView, Vector, expert_of, layer_of, map_file, record_named, shape_of
+from tierd.daemon.engine.model.pieces import Table, Tables, drop_mapped, layer_piece, open_file, read_record
+from tierd.daemon.engine.model.weights_status import Counted, PassMeter, WeightRow, WeightsStatus
+from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import MAX_SLOTS, Placement, head_record, place
 from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
 from tierd.kernels.cpu.weights import Ints, Part, PlacedLayer, Rows, describe_panels
 from tierd.kernels.packing import PANEL_ROWS, PackedMatrix
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Mover
-from tierd.tiers.store_io import Bytes, StoreIO, address_of, huge_block
+from tierd.tiers.store_io import Bytes, StoreIO, address_of
 from tierd.tiers.weights_file import WeightFile
 from tierd.tiers.weights_ring import WeightRing
 from tierd.tiers.weights_rows import PanelReader
@@ -71,6 +68,8 @@ class ModelWeights:
         self._entries = {record.name: record for record in manifest.records}
         self._head_name = head_record(manifest)
         self._layer_names = [f"layer.{number}" for number in range(manifest.spec.num_layers)]
+        self._layer_numbers = {name: number for number, name in enumerate(self._layer_names)}
+        self._experts = Experts(manifest, mover, overlap=overlap, clock=clock)
         self._target: Placement = place(manifest, memory_bytes, max_rows)
         self._memory: dict[str, Bytes] = {}  # resident records
         self._mapped: mmap.mmap | None = None
@@ -83,7 +82,7 @@ class ModelWeights:
         self._numbers: dict[str, int] = {}  # pieces of layers
         self._placed: dict[int, list[PlacedLayer]] = {}  # by layer and slot
         self._parts: list[tuple[int, list[Part]]] = []  # of the head: piece, and by slot
-        self._earlier: tuple[float, int, int, int] = (0.0, 0, 0, 0)  # counted by rings and readers that are gone
+        self._earlier = Counted()  # by rings and readers that are gone
         self._meter = PassMeter()
         try:
             self._load(progress)
@@ -97,7 +96,8 @@ class ModelWeights:
     def layers(self) -> list[LayerWeights | None]:
         """Those in memory."""
         spec = self._manifest.spec
-        return [layer_of(self._view(n), spec) if n in self._memory else None for n in self._layer_names]
+        names = enumerate(self._layer_names)
+        return [layer_of(self._view(name), spec, n) if name in self._memory else None for n, name in names]
 
     @property
     def embed(self) -> PackedMatrix | None:
@@ -129,12 +129,13 @@ class ModelWeights:
         """Held: resident records, the ring, rows of the embedding."""
         ring_bytes = self._ring.ring_bytes if self._ring is not None else 0
         rows_bytes = self._panels[1].memory_bytes if self._panels is not None else 0
-        return sum(self._entries[name].bytes for name in self._memory) + ring_bytes + rows_bytes
+        resident_bytes = sum(self._entries[name].bytes for name in self._memory)
+        return resident_bytes + ring_bytes + rows_bytes + self._experts.memory_bytes
 
     @property
     def streams(self) -> bool:
         """Whether a pass needs anything that is not in memory: it goes layer by layer then."""
-        return self._ring is not None or self._panels is not None
+        return self._ring is not None or self._panels is not None or self._experts.streamed is not None
 
     @property
     def can_move(self) -> bool:
@@ -144,11 +145,13 @@ class ModelWeights:
     def attach(self, decoder: CpuDecoder) -> None:
         """The decoder that was built of what is in memory."""
         self._decoder = decoder
+        for name in self._memory.keys() & self._experts.places.keys():
+            self._place(name)
         self._arrange()
 
     def close(self) -> None:
         """End the reads and give everything back. Idempotent."""
-        at_rest = self._drop_ring()
+        at_rest = self._experts.close() & self._drop_ring()
         if self._file is not None and at_rest:  # a read that is stuck keeps its descriptor
             self._file.close()
         self._file = self._decoder = self._mapped = None
@@ -159,6 +162,7 @@ class ModelWeights:
     def open(self, tokens: Ints, wants_logits: bool, deadline_s: float) -> Rows | None:
         """A pass begins: the rows of the embedding that it needs, None when it is in memory. Raises WeightsLost."""
         self._meter.begin(self._clock())
+        self._experts.begin(len(tokens))
         if self._ring is not None:
             parts = [number for number, _ in self._parts] if wants_logits else []
             if order := [*self._numbers.values(), *parts]:
@@ -178,6 +182,12 @@ class ModelWeights:
             return None
         return self._placed[index][self._ring.take(number, deadline_s)]
 
+    def experts(self, deadline_s: float) -> StreamedExperts | None:
+        """Who brings a layer's experts; None when all are in memory."""
+        if self._experts.streamed is not None:
+            self._experts.streamed.deadline_s = deadline_s
+        return self._experts.streamed
+
     def head_parts(self, deadline_s: float) -> Iterator[Part] | None:
         """The head part by part, None when it is in memory. Raises WeightsLost while it is gone through."""
         ring = self._ring
@@ -187,12 +197,12 @@ class ModelWeights:
 
     def end(self) -> None:
         """The pass is over: what it says about the rate."""
-        _, read_bytes, _, _ = self._counted()
+        read_bytes = self._counted().read_bytes + self._experts.counted().read_bytes
         self._meter.end(self._clock(), read_bytes, self._mover.statistics()[Link.DISK_READ].bytes_per_s)
 
     def statistics(self) -> WeightsStatus:
         """What there is to say now."""
-        waited_s, read_bytes, retries, lost = self._counted()
+        counted = self._counted().plus(self._experts.counted())
         resident = [self._entries[name].bytes for name in self._memory]
         ring_bytes = self._ring.ring_bytes if self._ring is not None else 0
         rows_bytes = self._panels[1].memory_bytes if self._panels is not None else 0
@@ -207,24 +217,34 @@ class ModelWeights:
             ring_bytes=ring_bytes,
             rows_bytes=rows_bytes,
             pass_bytes=sum(piece.slot_bytes for piece in self._ring.pieces) if self._ring is not None else 0,
-            read_bytes=read_bytes,
-            waited_s=round(waited_s, 3),
-            retries=retries,
-            lost=lost,
+            read_bytes=counted.read_bytes,
+            waited_s=round(counted.waited_s, 3),
+            retries=counted.retries,
+            lost=counted.lost,
+            uses=counted.uses,
+            hits=counted.hits,
             bytes_per_s=round(rate),
             peak_bytes_per_s=round(peak),
             peak_share=round(rate / peak, 3) if peak else 0.0,
+            experts_bytes=self._experts.memory_bytes,
+            guesses=counted.guesses,
+            right_guesses=counted.right,
         )
 
     def rows(self) -> list[WeightRow]:
-        """Every record in the order of the file: where it lies, and of streamed ones how often they were there."""
+        """Every record in the order of the file: where it lies, and of streamed ones how often they were there.
+
+        The experts of a layer are one row."""
         numbers = self._numbers if self._ring is not None else {}
         out = []
         for name, entry in self._entries.items():
+            if name in self._experts.places:
+                continue
             row = WeightRow(name, entry.bytes, "device" if name in self._memory else "nvme")
             if self._ring is not None and (number := numbers.get(name)) is not None:
                 row = row._replace(hits=self._ring.hits[number], uses=self._ring.uses[number])
             out.append(row)
+            out += self._experts.row(self._layer_numbers.get(name, -1), self._memory)
         return out
 
     # -- moving records --------------------------------------------------------------------------------------------
@@ -246,7 +266,7 @@ class ModelWeights:
 
         Raises ModelInvalid for a record that can't be read, or isn't what was imported: it goes on being streamed.
         """
-        name = next(iter(sorted(self._target.resident - self._memory.keys())), None)
+        name = min(self._target.resident - self._memory.keys(), default=None)
         if name is None:
             return False
         self._memory[name] = self._read(name)
@@ -283,35 +303,20 @@ class ModelWeights:
     def _opened(self) -> WeightFile:
         """The file, past the page cache. Raises ModelInvalid when it isn't as it should be."""
         if self._file is None:
-            try:
-                file = WeightFile(self._directory / WEIGHTS, self._io)
-            except (OSError, ValueError) as exc:
-                raise ModelInvalid(f"{WEIGHTS} can't be opened: {exc}", hint=HINT) from None
-            found, wanted = file.size_bytes, self._manifest.bytes
-            if found != wanted:
-                file.close()
-                raise ModelInvalid(f"{WEIGHTS} has {found} bytes, the manifest says {wanted}", hint=HINT)
-            self._file = file
+            self._file = open_file(self._directory, self._manifest, self._io)
         return self._file
 
     def _read(self, name: str) -> Bytes:
         """A record in memory of its own, checked. Raises ModelInvalid."""
-        file, record = self._opened(), record_named(self._entries, name)
-        memory = huge_block(record.bytes)
-        try:
-            file.read([(record.offset, memory)])
-        except OSError as exc:
-            raise ModelInvalid(f"record {name} can't be read: {exc.strerror or exc}", hint=HINT) from exc
-        if xxhash.xxh3_128_hexdigest(memory.data) != record.digest:
-            raise damaged(name)
-        return memory
+        return read_record(self._opened(), record_named(self._entries, name))
 
     def _place(self, name: str) -> None:
         """The decoder finds a record in memory."""
-        decoder = self._attached()
-        if name in self._layer_names:
-            index = self._layer_names.index(name)
-            decoder.weights.keep(decoder.weights.describe(index, layer_of(self._view(name), self._manifest.spec)))
+        decoder, spec = self._attached(), self._manifest.spec
+        if (index := self._layer_numbers.get(name)) is not None:
+            decoder.weights.keep(decoder.weights.describe(index, layer_of(self._view(name), spec, index)))
+        elif (expert := self._experts.places.get(name)) is not None:
+            decoder.weights.experts.keep(*expert, expert_of(self._view(name), spec))
         else:
             decoder.set_ends(self.embed, self.head)
 
@@ -319,15 +324,15 @@ class ModelWeights:
         """A record leaves memory, and the page cache when it lay there."""
         decoder, record = self._attached(), self._entries[name]
         del self._memory[name]
-        if name in self._layer_names:
-            decoder.weights.forget(self._layer_names.index(name))
+        if (index := self._layer_numbers.get(name)) is not None:
+            decoder.weights.forget(index)
+        elif (expert := self._experts.places.get(name)) is not None:
+            decoder.weights.experts.forget(*expert)
         else:
             decoder.set_ends(self.embed, self.head)
         if name in self._in_map and self._mapped is not None:
             self._in_map.discard(name)
-            self._mapped.madvise(mmap.MADV_DONTNEED, record.offset, record.bytes)
-            with contextlib.suppress(OSError), (self._directory / WEIGHTS).open("rb") as file:
-                os.posix_fadvise(file.fileno(), record.offset, record.bytes, os.POSIX_FADV_DONTNEED)
+            drop_mapped(self._directory, self._mapped, record)
 
     def _attached(self) -> CpuDecoder:
         if self._decoder is None:
@@ -339,6 +344,7 @@ class ModelWeights:
         tables = self._tables.streamed(self._memory.keys(), self._target.part_panels, self._opened)
         self._drop_ring()
         decoder, spec = self._attached(), self._manifest.spec
+        self._experts.arrange(decoder.weights.experts, self._memory, self._target.expert_slots, self._opened)
         layers = [name for name in self._layer_names if name not in self._memory]
         pieces = [*(layer_piece(self._entries[name]) for name in layers), *tables.parts]
         if (rows := tables.rows) is not None:
@@ -354,10 +360,10 @@ class ModelWeights:
             self._opened(), self._mover, pieces, slots, overlap=self._overlap, clock=self._clock
         )
         for number, name in enumerate(layers):
-            index, record = self._layer_names.index(name), self._entries[name]
+            index, record = self._layer_numbers[name], self._entries[name]
             views = [RecordView(record, ring.memory(slot)[: record.bytes]) for slot in range(slots)]
             self._numbers[name] = number
-            self._placed[index] = [decoder.weights.describe(index, layer_of(view, spec)) for view in views]
+            self._placed[index] = [decoder.weights.describe(index, layer_of(view, spec, index)) for view in views]
         if (head := tables.head) is not None:
             for number, (first, count) in enumerate(head.parts(tables.part_panels), len(layers)):
                 self._parts.append((number, [self._part(head, first, count, number, slot) for slot in range(slots)]))
@@ -375,15 +381,14 @@ class ModelWeights:
         self._numbers, self._placed, self._parts = {}, {}, []
         return ring.close() if ring is not None else True
 
-    def _counted(self) -> tuple[float, int, int, int]:
-        """Seconds waited, bytes read, retries and losses since the start."""
-        waited_s, read_bytes, retries, lost = self._earlier
+    def _counted(self) -> Counted:
+        """What came through rings and readers of rows since the start."""
+        found = self._earlier
         if self._ring is not None:
             stats = self._ring.statistics()
-            waited_s, read_bytes = waited_s + stats.waited_s, read_bytes + stats.read_bytes
-            retries, lost = retries + stats.retries, lost + stats.lost
+            uses, hits = sum(self._ring.uses), sum(self._ring.hits)
+            found = found.plus(Counted(stats.waited_s, stats.read_bytes, stats.retries, stats.lost, uses, hits))
         if self._panels is not None:
             reader = self._panels[1]
-            waited_s, read_bytes = waited_s + reader.waited_s, read_bytes + reader.read_bytes
-            retries, lost = retries + reader.retries, lost + reader.lost
-        return waited_s, read_bytes, retries, lost
+            found = found.plus(Counted(reader.waited_s, reader.read_bytes, reader.retries, reader.lost))
+        return found

@@ -21,13 +21,37 @@ class WeightsStatus(msgspec.Struct, frozen=True):
     ring_bytes: int
     rows_bytes: int
     pass_bytes: int  # read in every pass
-    read_bytes: int  # since the start, and so are the three below
+    read_bytes: int  # since the start, and so are the five below
     waited_s: float  # that passes stood still for weights
     retries: int
     lost: int  # reads that failed for good
+    uses: int  # of streamed pieces, by passes
+    hits: int  # of those, where the piece had come by then
     bytes_per_s: float  # of the last passes
     peak_bytes_per_s: float  # the best that the disk gave
     peak_share: float  # `bytes_per_s` of that
+    experts_bytes: int = 0  # slots of experts; `uses` and `hits` count these, too
+    guesses: int = 0  # experts that were expected to be needed
+    right_guesses: int = 0  # of those, that were
+
+
+class Counted(NamedTuple):
+    """Since the start: seconds waited, bytes read, and pieces: reads repeated and lost, uses and hits, guesses of
+    experts and those that were right."""
+
+    waited_s: float = 0.0
+    read_bytes: int = 0
+    retries: int = 0
+    lost: int = 0
+    uses: int = 0
+    hits: int = 0
+    guesses: int = 0
+    right: int = 0
+
+    def plus(self, other: Counted) -> Counted:
+        """Both together."""
+        counts = (mine + theirs for mine, theirs in zip(self[1:], other[1:], strict=True))
+        return Counted(self.waited_s + other.waited_s, *counts)
 
 
 class WeightRow(NamedTuple):

@@ -61,6 +61,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
+    "mixtral, sliding window": (
+        "Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 40, "head_dim": 32}
+    ),
+    "qwen3_moe, a dense layer": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 3, "num_experts": 20, "num_experts_per_tok": 4, "moe_intermediate_size": 40,
+            "norm_topk_prob": True, "mlp_only_layers": [1], "head_dim": 32,
+        },
+    ),
+    "qwen3_moe, shares of all, every second layer": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False,
+            "decoder_sparse_step": 2, "attention_bias": True, "tie_word_embeddings": True,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ VOCAB = 320
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 
 FAMILIES = ["llama", "llama-bias", "mistral", "qwen2", "qwen3", "qwen3-bias"]
+EXPERTS, USED, EXPERT_WIDTH = 4, 2, 32
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -49,6 +50,11 @@ def tiny_config(family: str) -> dict[str, Any]:
         config["head_dim"] = 32
     if family == "mistral":
         config["sliding_window"] = 32
+    if family == "mixtral":
+        config |= {"num_local_experts": EXPERTS, "num_experts_per_tok": USED}
+    if family == "qwen3_moe":
+        config |= {"num_experts": EXPERTS, "num_experts_per_tok": USED, "moe_intermediate_size": EXPERT_WIDTH}
+        config["mlp_only_layers"] = [0]
     return config
 
 
@@ -63,7 +69,10 @@ def hf_model(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
 
         tqdm.monitor_interval = 0  # saving shows a progress bar, whose monitor thread would outlive the test
         kind = family.removesuffix("-bias")
-        names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+        names = {
+            "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral",
+            "qwen3_moe": "Qwen3Moe",
+        }  # fmt: skip
         torch.manual_seed(7)
         config = getattr(transformers, f"{names[kind]}Config")(**{**tiny_config(family), **extra})
         model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
@@ -73,11 +82,16 @@ def hf_model(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         model = model.to(getattr(torch, dtype))
         directory = tmp_path / f"hf-{family}-{dtype}"
         model.save_pretrained(directory)
+        state = model.state_dict()
+        if kind in ("mixtral", "qwen3_moe"):  # whose files have other tensors than the modules
+            from safetensors.torch import load_file
+
+            state = load_file(directory / "model.safetensors")
         tiny_tokenizer().save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text(
             json.dumps({"eos_token": "<|im_end|>", "chat_template": "{{ messages }}<|im_end|>"})
         )
-        return directory, model.state_dict()
+        return directory, state
 
     return make
 
@@ -87,10 +101,29 @@ def permuted(w: np.ndarray, heads: int) -> np.ndarray:
     return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
+def with_experts(
+    weights: dict[str, np.ndarray], width: int, layers: range, *, merged: bool = True
+) -> dict[str, np.ndarray]:
+    """The same with experts in some layers, as one tensor of all or, as in early files, one tensor each."""
+    rng = np.random.default_rng(3)
+    found = dict(weights)
+    for i in layers:
+        for part in ("gate", "up", "down"):
+            del found[f"blk.{i}.ffn_{part}.weight"]
+            shape = (EXPERTS, HIDDEN, width) if part == "down" else (EXPERTS, width, HIDDEN)
+            all_of_them = rng.standard_normal(shape).astype(np.float32) * 0.05
+            if merged:
+                found[f"blk.{i}.ffn_{part}_exps.weight"] = all_of_them
+            else:
+                found |= {f"blk.{i}.ffn_{part}.{n}.weight": one for n, one in enumerate(all_of_them)}
+        found[f"blk.{i}.ffn_gate_inp.weight"] = rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32) * 0.05
+    return found
+
+
 def tiny_weights(arch: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Tensors of a tiny model by GGUF name, in rotate-half order."""
     rng = np.random.default_rng(seed)
-    head_dim = 32 if arch == "qwen3" else HEAD_DIM
+    head_dim = 32 if arch in ("qwen3", "qwen3moe") else HEAD_DIM
     query, key = HEADS * head_dim, KV_HEADS * head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (VOCAB, HIDDEN),
@@ -111,7 +144,7 @@ def tiny_weights(arch: str, seed: int = 0) -> dict[str, np.ndarray]:
         }
         if arch == "qwen2":
             layer |= {"attn_q.bias": (query,), "attn_k.bias": (key,), "attn_v.bias": (key,)}
-        if arch == "qwen3":
+        if arch in ("qwen3", "qwen3moe"):
             layer |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
     return {name: rng.standard_normal(shape).astype(np.float32) * 0.05 for name, shape in shapes.items()}
@@ -136,7 +169,7 @@ def write_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    if arch == "qwen3":
+    if arch in ("qwen3", "qwen3moe"):
         writer.add_key_length(32)
         writer.add_value_length(32)
     add_tokenizer(writer)
@@ -144,7 +177,7 @@ def write_gguf(
         edit(writer)
     stored: dict[str, np.ndarray] = {}
     for name, value in weights.items():
-        wanted = kind if value.ndim == 2 else "F32"
+        wanted = kind if value.ndim > 1 and "ffn_gate_inp" not in name else "F32"
         if arch == "llama" and ("attn_q." in name or "attn_k." in name):
             value = permuted(value, HEADS if "attn_q." in name else KV_HEADS)
         number = gguf.GGMLQuantizationType[wanted]

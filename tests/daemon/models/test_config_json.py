@@ -6,7 +6,7 @@ import pytest
 
 from tierd.daemon.models.config_json import check_spec, parse_object, spec_from_config
 from tierd.daemon.models.errors import ModelFileError
-from tierd.daemon.models.spec import ModelSpec, RopeSpec
+from tierd.daemon.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 BASE = {
     "model_type": "llama",
@@ -158,6 +158,48 @@ def test_what_is_refused(extra, match):
         return
     with pytest.raises(ModelFileError, match=match):
         spec(**extra)
+
+
+MOE = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+
+
+def test_mixtral_has_experts_everywhere():
+    found = spec(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    assert found.experts == ExpertsSpec(8, 2, 96, True, (0, 1, 2, 3))
+    assert (found.rope.theta, found.norm_eps, found.windows) == (1e6, 1e-5, ())
+    assert spec(model_type="mixtral", sliding_window=100).windows == (100,) * 4
+
+
+def test_qwen3_moe_says_which_layers_are_mixtures():
+    found = spec(**MOE, mlp_only_layers=[3], decoder_sparse_step=2)
+    assert found.experts == ExpertsSpec(16, 4, 24, False, (1,))
+    assert found.qk_norm and [found.has_experts(layer) for layer in range(4)] == [False, True, False, False]
+    assert spec(**MOE, norm_topk_prob=True).experts == ExpertsSpec(16, 4, 24, True, (0, 1, 2, 3))
+    assert spec(**MOE | {"num_experts": None, "num_local_experts": 8}).experts.count == 8
+    assert spec(**MOE, decoder_sparse_step=5).experts is None
+    assert spec(**MOE, use_sliding_window=True, sliding_window=64).windows == (64,) * 4
+
+
+def test_parameters_of_a_mixture():
+    found, dense = spec(**MOE), spec()
+    mlp = 4 * 64 * (16 + 16 * 3 * 24)
+    assert found.parameters == dense.parameters - 4 * 3 * 64 * 96 + mlp
+    assert found.parameters - found.active_parameters == 4 * 12 * 3 * 64 * 24
+    assert dense.active_parameters == dense.parameters
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"num_experts_per_tok": 17}, "can't use 17 of 16 experts"),
+        ({"num_experts": 1 << 20}, "num_experts is"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers must be a list"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers must be a list"),
+    ],
+)
+def test_mixtures_that_are_refused(extra, match):
+    with pytest.raises(ModelFileError, match=match):
+        spec(**MOE | extra)
 
 
 def test_check_spec_returns_it():

@@ -77,7 +77,8 @@ def test_windows(spec_of):
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (lambda w: w.add_expert_count(8), "mixtures of experts"),
+        (lambda w: (w.add_expert_count(8), w.add_expert_used_count(2)), "speaks of experts, and no layer has any"),
+        (lambda w: (w.add_expert_count(8), w.add_expert_shared_count(1)), "every token goes through"),
         (lambda w: w.add_rope_dimension_count(8), "only a part of each head"),
         (lambda w: w.add_value_length(8), "keys and values of different length"),
     ],
@@ -87,8 +88,13 @@ def test_what_is_refused(spec_of, edit, match):
         spec_of(edit=edit)
 
 
+def test_experts_of_other_architectures_are_refused(spec_of):
+    with pytest.raises(ModelFileError, match="mixtures of experts aren't supported for qwen2"):
+        spec_of("qwen2", edit=lambda w: w.add_expert_count(8))
+
+
 def test_other_architectures_are_refused(spec_of):
-    with pytest.raises(ModelFileError, match="'gemma2' isn't supported; supported are llama, qwen2, qwen3"):
+    with pytest.raises(ModelFileError, match="'gemma2' isn't supported; supported are llama, qwen2, qwen3, qwen3moe"):
         spec_of("gemma2")
 
 

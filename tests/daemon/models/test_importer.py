@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
@@ -14,8 +15,11 @@ from tierd.daemon.errors import BadRequest, Conflict, OutOfSpace
 from tierd.daemon.models import catalog, digests, importer
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.importer import import_model, open_source
+from tierd.daemon.models.spec import ExpertsSpec
 from tierd.kernels import packing
 from tierd.kernels.packing import WeightFormat
+
+from .conftest import EXPERTS, USED, with_experts
 
 HF_PARTS = {
     "embed": ["model.embed_tokens.weight"],
@@ -64,6 +68,89 @@ def test_safetensors_equal_the_state_dict(tmp_path, hf_model, quiet, family, dty
         seen |= set(names)
     assert seen == set(state) - ({"lm_head.weight"} if manifest.spec.tied else set())
     assert digests.verify(tmp_path / "models/m", manifest) == []
+
+
+MOE_PARTS = {
+    "mixtral": {
+        "router": ["block_sparse_moe.gate.weight"],
+        "gate_up": ["block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"],
+        "down": ["block_sparse_moe.experts.{}.w2.weight"],
+    },
+    "qwen3_moe": {
+        "router": ["mlp.gate.weight"],
+        "gate_up": ["mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"],
+        "down": ["mlp.experts.{}.down_proj.weight"],
+    },
+}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("weights", [None, "int4-g32"])
+def test_safetensors_of_mixtures(tmp_path, hf_model, quiet, family, weights):
+    source, state = hf_model(family, "bfloat16")
+    manifest = import_model(source, tmp_path / "models", "m", weights, quiet)
+    assert manifest.spec.family == family and manifest.format == (weights or "bf16")
+    assert sum(r.name.startswith("expert.") for r in manifest.records) == manifest.spec.experts.total
+    seen = set()
+    for record, t, values in tensors(tmp_path / "models/m", manifest):
+        kind, *numbers = record.name.split(".")
+        prefix = f"model.layers.{numbers[0]}." if numbers else ""
+        parts = MOE_PARTS[family] if kind == "expert" or t.name == "router" else HF_PARTS
+        names = [prefix + n.format(numbers[-1] if numbers else "") for n in parts[t.name]]
+        expected = np.concatenate([np.atleast_1d(state[n].float().numpy()) for n in names])
+        exact = weights is None or t.rows == 1 or t.name == "router"
+        np.testing.assert_allclose(values, np.atleast_2d(expected), atol=0 if exact else 0.02)
+        assert t.format == "fp32" or t.name != "router"
+        seen |= set(names)
+    assert seen == set(state)
+    assert digests.verify(tmp_path / "models/m", manifest) == []
+
+
+@pytest.mark.parametrize(("arch", "merged"), [("llama", True), ("llama", False), ("qwen3moe", True)])
+def test_gguf_of_mixtures_is_lossless(tmp_path, make_gguf, tiny, quiet, arch, merged):
+    import gguf
+
+    width, layers = (96, range(2)) if arch == "llama" else (32, range(1, 2))
+    originals = with_experts(tiny(arch), width, layers, merged=merged)
+
+    def edit(writer):
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(USED)
+        if arch == "qwen3moe":
+            writer.add_expert_feed_forward_length(width)
+
+    make_gguf(tmp_path / "m.gguf", arch, "Q8_0", weights=originals, edit=edit)
+    manifest = import_model(tmp_path / "m.gguf", tmp_path / "models", "m", None, quiet)
+    assert manifest.spec.family == ("mixtral" if arch == "llama" else "qwen3_moe")
+    assert manifest.spec.experts == ExpertsSpec(EXPERTS, USED, width, True, tuple(layers))
+    number = gguf.GGMLQuantizationType.Q8_0
+    for record, t, values in tensors(tmp_path / "models/m", manifest):
+        kind, *numbers = record.name.split(".")
+        if t.name == "router":
+            np.testing.assert_array_equal(values, originals[f"blk.{numbers[0]}.ffn_gate_inp.weight"])
+        if kind == "expert":
+            expected = []
+            for part in ("gate", "up") if t.name == "gate_up" else ("down",):
+                name = f"blk.{numbers[0]}.ffn_{part}"
+                one = originals.get(f"{name}.{numbers[1]}.weight")
+                one = originals[f"{name}_exps.weight"][int(numbers[1])] if one is None else one
+                expected.append(gguf.quants.dequantize(gguf.quants.quantize(one, number), number))
+            np.testing.assert_array_equal(values, np.concatenate(expected))
+            assert t.format == "int8-g32"
+
+
+def test_a_dense_model_has_the_digest_that_it_had_before_there_were_experts(tmp_path, make_gguf, quiet):
+    make_gguf(tmp_path / "m.gguf")
+    manifest = import_model(tmp_path / "m.gguf", tmp_path / "models", "m", None, quiet)
+    fields = msgspec.to_builtins(manifest.spec)
+    assert fields.pop("experts") is None
+    digest = digests.new_digest()
+    whole = digests.file_digest(tmp_path / "models/m" / catalog.WEIGHTS)
+    for part in (msgspec.json.encode(fields), msgspec.json.encode(manifest.records), whole,
+                 manifest.tokenizer_digest.encode()):  # fmt: skip
+        digest.update(len(part).to_bytes(8, "little") + part)
+    digest.update(manifest.template_digest.encode())
+    assert manifest.digest == digest.hexdigest()
 
 
 def test_shards_equal_the_single_file(tmp_path, hf_model, quiet):

@@ -15,17 +15,23 @@ from tierd.daemon.models.placement import (
     spread,
     table_of,
 )
-from tierd.daemon.models.spec import ModelSpec, RopeSpec
+from tierd.daemon.models.records import expert_record
+from tierd.daemon.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
 MIB = 1 << 20
 LAYERS = 12
 
 
-def model(*, tied: bool, layer_bytes: int = 4 * MIB, vocab: int = 16_000, hidden: int = 1024) -> Manifest:
+def model(
+    *, tied: bool, layer_bytes: int = 4 * MIB, vocab: int = 16_000, hidden: int = 1024,
+    experts: ExpertsSpec | None = None,
+) -> Manifest:  # fmt: skip
     """A manifest of so many layers; tables of one byte for each weight."""
     records, offset = [], 0
     table_bytes = vocab * hidden
     names = ["embed", *(f"layer.{n}" for n in range(LAYERS)), "final", *([] if tied else ["head"])]
+    if experts is not None:
+        names += [expert_record(layer, number) for layer in experts.layers for number in range(experts.count)]
     for name in names:
         size = {"final": ALIGN_BYTES}.get(name, table_bytes if name in ("embed", "head") else layer_bytes)
         tensor = TensorEntry(name, "int8", vocab, hidden, offset, size)
@@ -33,7 +39,7 @@ def model(*, tied: bool, layer_bytes: int = 4 * MIB, vocab: int = 16_000, hidden
         offset += size
     spec = ModelSpec(
         family="llama", num_layers=LAYERS, hidden=hidden, intermediate=1, heads=1, kv_heads=1, head_dim=16, vocab=vocab,
-        context=128, norm_eps=1e-5, rope=RopeSpec("default", 1e4), tied=tied,
+        context=128, norm_eps=1e-5, rope=RopeSpec("default", 1e4), tied=tied, experts=experts,
     )  # fmt: skip
     return Manifest(
         1, "m", "", "", "auto", spec, "int8", 128, "0", offset, 0.0, tuple(records), "0", None, (), None, False,
@@ -124,3 +130,27 @@ def test_a_record_with_other_tensors_is_no_table() -> None:
     record = manifest.records[0]
     with pytest.raises(ValueError, match="has 2 tensors instead of a matrix"):
         table_of(RecordEntry("embed", 0, 1, "0", record.tensors * 2))
+
+
+EXPERTS = ExpertsSpec(16, 2, 8, True, tuple(range(LAYERS)))
+
+
+def test_experts_take_what_the_others_leave() -> None:
+    manifest = model(tied=False, layer_bytes=MIB, experts=EXPERTS)
+    others = {record.name for record in manifest.records if not record.name.startswith("expert.")}
+    dense_bytes = sum(record.bytes for record in manifest.records if record.name in others)
+    found = place(manifest, dense_bytes + 50 * MIB + 5, 64)
+    assert found.resident == others and not found.streamed and not found.ring_bytes
+    assert (found.expert_slots, found.expert_slot_bytes) == (50, MIB)
+    assert found.memory_bytes == dense_bytes + 50 * MIB
+    assert place(manifest, manifest.bytes, 64).expert_slots == 0
+    assert place(manifest, manifest.bytes, 64).resident == {record.name for record in manifest.records}
+
+
+def test_a_row_finds_room_for_its_experts_and_those_of_the_next_layer() -> None:
+    manifest = model(tied=False, layer_bytes=MIB, experts=EXPERTS)
+    for memory in range(needed(manifest), manifest.bytes, 16 * MIB):
+        found = place(manifest, memory, 64)
+        assert found.memory_bytes <= memory and 4 <= found.expert_slots <= EXPERTS.total
+        # Layers and the head are read in every pass, so they go first: what is left is less than the largest of them.
+        assert found.streamed_bytes == 0 or found.expert_slots <= 4 + 16

@@ -47,6 +47,23 @@ def test_other_weights_or_content_of_the_same_source_replace(tmp_path, make_gguf
     assert [m.name for m in catalog.list_models(tmp_path / "models")] == ["m"]
 
 
+def test_the_planner_chooses_a_format_where_none_is_named(tmp_path, make_gguf, puller):
+    make_gguf(tmp_path / "m.gguf")
+    asked = []
+
+    def choose(spec, own_format, own_bytes):
+        asked.append((spec.num_layers, own_format, own_bytes))
+        return "int8"
+
+    chosen, _ = puller(tmp_path / "m.gguf", choose=choose)
+    assert chosen.format == chosen.weights == "int8"
+    assert puller(tmp_path / "m.gguf", choose=choose)[1] == ["unchanged"]
+    plain, stages = puller(tmp_path / "m.gguf", weights="auto", choose=choose)
+    assert plain.format != "int8" and stages[-1] == "import" and len(asked) == 2
+    assert asked[0] == (plain.spec.num_layers, plain.format, plain.bytes)
+    assert puller(tmp_path / "m.gguf", choose=lambda *_: None)[1] == ["unchanged"]
+
+
 def test_a_name_stays_with_its_source(tmp_path, make_gguf, tiny, puller):
     make_gguf(tmp_path / "a.gguf")
     make_gguf(tmp_path / "b.gguf", weights=tiny("llama", 5))

@@ -1,5 +1,5 @@
-from tierd.daemon.models.records import plan_records
-from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.models.records import expert_names, plan_records
+from tierd.daemon.models.spec import ExpertsSpec, ModelSpec
 
 PLAIN = ModelSpec("llama", 2, 64, 96, 4, 2, 16, 320, 256, 1e-5, tied=True)
 
@@ -37,3 +37,22 @@ def test_everything_optional():
         "down": (64, 96),
         "down_bias": (1, 64),
     }
+
+
+def test_each_expert_is_a_record_and_its_layer_has_the_router():
+    spec = ModelSpec(
+        "qwen3_moe", 2, 64, 96, 4, 2, 32, 320, 256, 1e-5, True, experts=ExpertsSpec(3, 2, 24, True, layers=(1,))
+    )
+    records = plan_records(spec)
+    assert [r.name for r in records] == [
+        "embed", "layer.0", "layer.1", "expert.1.0", "expert.1.1", "expert.1.2", "final",
+    ]  # fmt: skip
+    assert expert_names(spec) == {1: ["expert.1.0", "expert.1.1", "expert.1.2"]}
+    assert expert_names(PLAIN) == {}
+    assert [t.name for t in records[1].tensors][-2:] == ["gate_up", "down"]
+    router = records[2].tensors[-1]
+    assert (router.name, router.rows, router.cols, router.exact) == ("router", 3, 64, True)
+    assert "gate_up" not in [t.name for t in records[2].tensors]
+    gate_up, down = records[5].tensors
+    assert [(p.slot, p.layer, p.rows, p.expert) for p in gate_up.parts] == [("gate", 1, 24, 2), ("up", 1, 24, 2)]
+    assert (down.rows, down.cols, down.exact) == (64, 24, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from tierd.daemon.engine.model.load import shape_of
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels.cpu.step import CpuDecoder
-from tierd.kernels.cpu.weights import LayerWeights
+from tierd.kernels.cpu.weights import ExpertWeights, LayerWeights
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import PackedMatrix, WeightFormat, packed_bytes
 
@@ -38,6 +39,15 @@ def allocated_bytes(spec: ModelSpec, rows: int, threads: int) -> int:
         )
         for _ in range(spec.num_layers)
     ]  # fmt: skip
+    if (experts := spec.experts) is not None:
+        one = ExpertWeights(
+            matrix(2 * experts.intermediate, spec.hidden), matrix(spec.hidden, experts.intermediate)
+        )
+        for index in experts.layers:
+            layers[index] = dataclasses.replace(
+                layers[index], gate_up=None, down=None, router=matrix(experts.count, spec.hidden),
+                experts=(one,) * experts.count,
+            )  # fmt: skip
     table = np.ones((16, spec.head_dim // 2), np.float32)
     head = matrix(spec.vocab, spec.hidden)
     layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim)

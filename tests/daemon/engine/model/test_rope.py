@@ -97,3 +97,18 @@ def test_other_frequencies_have_another_digest() -> None:
 def test_unknown_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="longrope"):
         rope.frequencies(spec(RopeSpec(kind="longrope")), CONTEXT)
+
+
+def test_angles_of_any_position_are_those_of_the_tables() -> None:
+    freqs = rope.frequencies(spec(RopeSpec(theta=10000.0)), CONTEXT)
+    positions = np.array([0, 1, 77, CONTEXT - 1], np.int32)
+    for table, angles in zip(rope.tables(freqs, CONTEXT), rope.angles(freqs, positions), strict=True):
+        assert np.abs(table[positions] - angles).max() < 1e-3  # phases of tables are float32
+
+
+def test_angles_far_out_differ_from_position_to_position() -> None:
+    freqs = rope.frequencies(spec(RopeSpec(theta=10000.0)), CONTEXT)
+    far = np.array([1 << 29, (1 << 29) + 1], np.int32)
+    cos, sin = rope.angles(freqs, far)
+    turned = np.arctan2(sin[1], cos[1]) - np.arctan2(sin[0], cos[0])
+    assert np.abs((turned - freqs.inverse + np.pi) % (2 * np.pi) - np.pi).max() < 1e-5

@@ -77,6 +77,7 @@ def test_every_placement_gives_the_same_tokens(name: str, tmp_path: Path, reques
             assert found.memory_bytes <= memory and found.retries == found.lost == 0
             assert found.device_bytes + found.nvme_bytes == manifest.bytes
             assert (found.pass_bytes > 0) == (found.ring_bytes > 0) and found.read_bytes > 0
+            assert 0 <= found.hits <= found.uses and (found.uses > 0) == (found.pass_bytes > 0)
             assert running.engine.board.latest.weights["nvme_bytes"] == found.nvme_bytes
 
 

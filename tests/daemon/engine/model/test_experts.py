@@ -1,0 +1,119 @@
+"""Experts in memory and on the disk: the same tokens in every placement, faults named, what is told of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.engine.families import prepare, reference
+from tests.daemon.engine.live import Live
+from tests.daemon.engine.model.test_weights import ASKS, ROWS, STREAMS, Faults, answers, least_bytes, live, status
+from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS
+from tierd.daemon.models.catalog import WEIGHTS, load_manifest
+from tierd.daemon.models.placement import place
+
+pytestmark = pytest.mark.usefixtures("no_files_left")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five layers, one of them dense; twelve experts in each of the others."""
+    model = reference(
+        "qwen3_moe, a dense layer", num_hidden_layers=5, num_experts=12, vocab_size=600, num_experts_per_tok=3,
+        moe_intermediate_size=64,
+    )  # fmt: skip
+    return prepare(model, tmp_path_factory.mktemp("mixture"), "int8-g32")
+
+
+def dense_bytes(model: Path) -> int:
+    """Of all records that are no experts."""
+    return sum(record.bytes for record in load_manifest(model).records if not record.name.startswith("expert."))
+
+
+def rows(running: Live) -> dict[str, Any]:
+    return {row.name: row for row in running.engine.loop.call(running.engine.weights.rows).result(10)}
+
+
+def move(running: Live, memory: int) -> None:
+    """Nothing of the engine outlives the call: its map of the weights would stay open."""
+    weights, loop = running.engine.weights, running.engine.loop
+    loop.call(lambda: weights.retarget(memory)).result(10)
+    while loop.call(weights.settle).result(10):
+        pass
+
+
+def test_every_placement_gives_the_same_tokens(mixture: Path, tmp_path: Path) -> None:
+    manifest, dense, least = load_manifest(mixture), dense_bytes(mixture), least_bytes(mixture)
+    with live(mixture, tmp_path, None) as running:
+        wanted = answers(running)
+        assert not running.engine.weights.streams
+        assert rows(running)["layer.0.experts"].tier == "device"
+    for memory in (least, dense + (manifest.bytes - dense) // 2, manifest.bytes - 1):
+        with live(mixture, tmp_path, memory) as running:
+            assert answers(running) == wanted
+            found = status(running)
+            placed = place(manifest, memory, max(ROWS, STREAMS + MIN_PREFILL_ROWS))
+            assert found.memory_bytes <= placed.memory_bytes <= memory and found.retries == found.lost == 0
+            assert found.experts_bytes == placed.experts_bytes > 0 and found.read_bytes > 0
+            assert 0 < found.hits <= found.uses and found.guesses >= found.right_guesses
+            told = rows(running)
+            assert "expert.0.0" not in told and "layer.1.experts" not in told
+            experts = told["layer.0.experts"]
+            assert experts.tier == "nvme" and 0 < experts.hits <= experts.uses
+            assert experts.bytes == sum(r.bytes for r in manifest.records if r.name.startswith("expert.0."))
+
+
+def test_experts_move_while_a_stream_runs(mixture: Path, tmp_path: Path) -> None:
+    manifest, dense, least = load_manifest(mixture), dense_bytes(mixture), least_bytes(mixture)
+    with live(mixture, tmp_path, None) as running:
+        wanted = answers(running)
+        for memory in (dense + (manifest.bytes - dense) // 3, least, manifest.bytes, manifest.bytes - 1):
+            numbers = [running.submit(**ask) for ask in ASKS]
+            move(running, memory)
+            found = running.collect(*numbers)
+            assert [found[number][0] for number in numbers] == wanted
+            assert status(running).memory_bytes <= memory
+            assert answers(running) == wanted
+            assert running.engine.weights.streams == (memory < manifest.bytes)
+
+
+def test_a_disk_error_fails_the_requests_and_nothing_else(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with live(mixture, tmp_path, least_bytes(mixture)) as running:
+        wanted = answers(running)
+        faults = Faults(monkeypatch)
+        faults.left = 10**6
+        ((_, end),) = running.run(ASKS[:1])
+        assert end.ev == "failed" and "can't be read from its disk: weights " in end.data["message"]
+        faults.left = 0
+        assert answers(running) == wanted
+        assert running.deaths == [] and running.engine.pager.check() == []
+
+
+def test_a_flipped_byte_is_named(mixture: Path, tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    shutil.copytree(mixture, model)
+    records = [record for record in load_manifest(model).records if record.name.startswith("expert.2.")]
+
+    def flip() -> None:
+        """In every expert of a layer: whichever a token needs."""
+        with (model / WEIGHTS).open("r+b") as file:
+            for record in records:
+                file.seek(record.offset + record.bytes // 3)
+                byte = file.read(1)
+                file.seek(-1, 1)
+                file.write(bytes([byte[0] ^ 4]))
+
+    with live(model, tmp_path / "work", None) as running:
+        wanted = answers(running)
+    with live(model, tmp_path / "work", least_bytes(model)) as running:
+        flip()
+        ((_, end),) = running.run(ASKS[:1])
+        assert end.ev == "failed" and "weights expert.2." in end.data["message"]
+        assert "the bytes on the disk are not" in end.data["message"]
+        flip()
+        assert answers(running) == wanted

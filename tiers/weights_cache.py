@@ -1,0 +1,233 @@
+"""Experts in memory: as many as there are slots for, the others on the disk, from where a layer gets what it needs.
+
+Which experts a layer needs is known when its router has spoken. What is in memory can be computed on at once; the
+others are read meanwhile, and come one by one. Guesses for the next layer are read behind them, in slots of experts
+that are used less than what was guessed. `weights_policy` says who has to go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tierd.tiers.mover import JobClass, Mover
+from tierd.tiers.store_io import Bytes, huge_block
+from tierd.tiers.weights_file import WeightFile
+from tierd.tiers.weights_policy import ExpertPolicy
+from tierd.tiers.weights_read import Piece, PieceReads, Slot
+
+_QUEUE_WAIT_S = 0.001  # until the queue of the disk, which was full, is asked again
+
+
+class CacheStats(NamedTuple):
+    """What has been asked of a cache."""
+
+    uses: int  # experts that layers needed
+    hits: int  # of those, that were there then
+    guesses: int  # experts that were guessed for a layer
+    right: int  # of those, that it needed
+    read_bytes: int
+    waited_s: float  # that passes stood still
+    retries: int
+    lost: int
+
+
+class ExpertCache:
+    """Threading: the step thread alone calls it. Reads run as awaited jobs of the mover.
+
+    Args:
+        pieces: all experts, by number.
+        slots: how many are in memory.
+        overlap: read guesses, and several experts at once.
+        clock: of the deadlines.
+    """
+
+    def __init__(
+        self,
+        file: WeightFile,
+        mover: Mover,
+        pieces: Sequence[Piece],
+        slots: int,
+        *,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if slots < 1 or not pieces:
+            raise ValueError(f"{slots} slots for {len(pieces)} experts")
+        self.pieces = tuple(pieces)
+        self._reads = PieceReads(file, mover, clock)
+        self._overlap = overlap
+        self._clock = clock
+        slot_bytes = max(piece.slot_bytes for piece in pieces)
+        memory = huge_block(slots * slot_bytes)
+        self._slots = [Slot(memory[n * slot_bytes : (n + 1) * slot_bytes]) for n in range(slots)]
+        self._places: dict[int, int] = {}  # of experts that are there or on their way
+        self._held = np.full(slots, -1)  # the other way round
+        self._reading: list[int] = []  # places that are perhaps being read into
+        self._policy = ExpertPolicy(len(pieces))
+        self._rows = 1
+        self._guessed: set[int] = set()  # for the layer that comes next
+        self._waited_s = 0.0
+        self._right = self._guesses = 0
+        self.uses = [0] * len(pieces)
+        self.hits = [0] * len(pieces)
+
+    def __repr__(self) -> str:
+        return f"<ExpertCache: {len(self.pieces)} experts, {len(self._slots)} slots>"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory held."""
+        return sum(slot.memory.nbytes for slot in self._slots)
+
+    def memory(self, place: int) -> Bytes:
+        """The bytes of a slot."""
+        return self._slots[place].memory
+
+    def statistics(self) -> CacheStats:
+        """Counters since the start."""
+        reads = self._reads.statistics()
+        return CacheStats(
+            sum(self.uses), sum(self.hits), self._guesses, self._right, reads.read_bytes, self._waited_s,
+            reads.retries, reads.lost,
+        )  # fmt: skip
+
+    def begin(self, rows: int) -> None:
+        """A pass of so many rows begins."""
+        self._policy.next_pass()
+        self._rows = max(1, rows)
+        self._guessed = set()
+
+    def bring(
+        self, wanted: Mapping[int, int], guessed: Mapping[int, int], deadline_s: float
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Yields (expert, place) of some wanted experts, until all have been yielded; then others may come to places.
+
+        `wanted` and `guessed` are experts to rows: those of this layer, and probable ones of the next. Raises
+        WeightsLost when one can't be read, is not what was imported, or has not come at `deadline_s`.
+        """
+        there, coming, missing = self._look_up(wanted)
+        needed = set(wanted)
+        self._guessed = {expert for expert in guessed if expert not in needed}
+        self._guesses += len(self._guessed)
+        self._fill(missing, coming, needed)
+        if self._overlap:
+            self._fill_guesses(guessed, needed)
+        if there:
+            yield [(expert, self._places[expert]) for expert in there]
+            needed -= set(there)
+        while coming or missing:
+            self._fill(missing, coming, needed)
+            if not coming:
+                self._make_room(missing[0], deadline_s)
+                continue
+            start_s = self._clock()
+            try:
+                self._reads.wait(self._slots[self._places[coming[0]]], self.pieces[coming[0]], deadline_s)
+            finally:
+                self._waited_s += self._clock() - start_s
+            arrived = [coming[0], *(expert for expert in coming[1:] if self._is_there(expert))]
+            coming = [expert for expert in coming if expert not in arrived]
+            yield [(expert, self._places[expert]) for expert in arrived]
+            needed -= set(arrived)
+
+    def close(self) -> bool:
+        """Cancel the reads that wait, and wait for those that run; False when one is stuck and may still write."""
+        return self._reads.close(self._slots)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _look_up(self, wanted: Mapping[int, int]) -> tuple[list[int], list[int], list[int]]:
+        """Which of them are there, on their way, and neither. Those with most rows come first."""
+        there, coming, missing = list[int](), list[int](), list[int]()
+        for expert in sorted(wanted, key=lambda one: -wanted[one]):
+            place = self._places.get(expert)
+            is_there = self._is_there(expert)
+            if place is not None and not is_there and not self._slots[place].busy:
+                self._forget(expert)  # a guess that could not be read
+                place = None
+            self._policy.use(expert, wanted[expert] / self._rows, was_there=is_there)
+            self.uses[expert] += 1
+            self.hits[expert] += is_there
+            self._right += expert in self._guessed
+            if is_there:
+                there.append(expert)
+            elif place is not None and self._reads.hasten(self._slots[place], JobClass.NOW, self._clock()):
+                coming.append(expert)
+            else:
+                self._forget(expert)
+                missing.append(expert)
+        return there, coming, missing
+
+    def _is_there(self, expert: int) -> bool:
+        place = self._places.get(expert)
+        return place is not None and self._slots[place].is_full
+
+    def _fill(self, missing: list[int], coming: list[int], needed: set[int]) -> None:
+        """Have missing experts on their way, as long as there are places."""
+        while missing and (self._overlap or not coming):
+            place = self._room(needed | self._guessed)
+            place = self._room(needed) if place is None else place
+            if place is None or not self._start(missing[0], place, JobClass.NOW):
+                return
+            coming.append(missing.pop(0))
+
+    def _fill_guesses(self, guessed: Mapping[int, int], needed: set[int]) -> None:
+        """The same with guesses, those that more rows may need first; not in places of experts that are worth more."""
+        for expert in sorted(guessed, key=lambda one: -guessed[one]):
+            if expert in self._places:
+                continue
+            place = self._room(needed | self._guessed)
+            if place is None:
+                return
+            if self._held[place] >= 0 and not self._policy.wants(expert, int(self._held[place])):
+                return
+            if not self._start(expert, place, JobClass.PREFETCH):
+                return
+
+    def _room(self, kept: set[int]) -> int | None:
+        """A place that is empty, or whose expert is worth the least; None when all are kept, or being read into."""
+        self._reading = [place for place in self._reading if self._slots[place].busy]
+        free = np.ones(len(self._slots), np.bool_)
+        free[self._reading] = False
+        empty = np.flatnonzero(free & (self._held < 0))
+        if len(empty):
+            return int(empty[0])
+        free[[self._places[expert] for expert in kept if expert in self._places]] = False
+        places = np.flatnonzero(free)
+        return int(places[self._policy.worthless(self._held[places])]) if len(places) else None
+
+    def _start(self, expert: int, place: int, klass: JobClass) -> bool:
+        if self._held[place] >= 0:
+            self._forget(int(self._held[place]))
+        self._places[expert], self._held[place] = place, expert
+        self._reading.append(place)
+        if self._reads.start(self._slots[place], expert, self.pieces[expert], klass, self._clock()):
+            return True
+        self._forget(expert)
+        return False
+
+    def _forget(self, expert: int) -> None:
+        """Its place is free, once nothing is read into it any more."""
+        place = self._places.pop(expert, None)
+        if place is not None:
+            self._reads.abandon(self._slots[place])
+            self._held[place] = -1
+            self._policy.gone(expert)
+
+    def _make_room(self, expert: int, deadline_s: float) -> None:
+        """Wait for a place: guesses on their way, and reads that a pass has left, hold all of them."""
+        name = self.pieces[expert].name
+        for guess in [one for one in self._guessed if one in self._places and not self._is_there(one)]:
+            self._forget(guess)
+        busy = next((self._slots[place] for place in self._reading if self._slots[place].busy), None)
+        if busy is None and self._clock() >= deadline_s:
+            raise self._reads.losing(name, "the queue of the disk is full")
+        if busy is None:
+            time.sleep(_QUEUE_WAIT_S)
+        elif not self._reads.wait_until_free(busy, deadline_s):
+            raise self._reads.losing(name, "the disk does not answer")
+

@@ -152,11 +152,26 @@ class Sampler:
 
     def sample(self, logits: Floats, position: int) -> int:  # logits [vocab]
         """The token for index `position` of the context. Raises BadLogits for NaN; `logits` is not changed."""
-        params = self.params
-        if params.changes_logits:
+        if self.params.changes_logits:
             logits = self._adjust(logits)
         if self._guide is not None:
             logits = self._guide.masked(logits)
+        return self._choose(logits, position)
+
+    def guess(self, logits: Floats, position: int) -> tuple[int, float]:  # logits [vocab], of another model
+        """What `sample` would draw if these were the logits, and how likely that is; of the likeliest if it is greedy.
+
+        Of no effect. The grammar is not asked: it stands before all that is guessed. Raises BadLogits for NaN.
+        """
+        if self.params.changes_logits:
+            logits = self._adjust(logits)
+        token, temperature = self._choose(logits, position), self.params.temperature
+        inverse = np.float32(1.0 if temperature < MIN_TEMPERATURE else 1.0 / temperature)
+        mass = np.exp((logits - logits.max()) * inverse)
+        return token, float(mass[token] / mass.sum())
+
+    def _choose(self, logits: Floats, position: int) -> int:
+        params = self.params
         best = int(np.argmax(logits))  # NaN wins an argmax, so one look at the winner finds any
         if not np.isfinite(logits[best]):
             raise BadLogits("the model's output is not a number")

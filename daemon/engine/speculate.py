@@ -1,9 +1,10 @@
 """Speculation: several tokens in one step, where the text repeats what stands in it already.
 
 What followed the last occurrence of the newest tokens is drafted, and computed behind the newest token in the same
-step. From the logits of each row the token is drawn as ever: draws are keyed by (seed, position) and rows do not depend
-on what else is in a step, so the tokens are those that would have come one by one, at every temperature. The first that
-differs from the draft is the last of the step; what was computed behind it is written over.
+step. Where nothing is found, a draft model may guess (`guesses`). From the logits of each row the token is drawn as
+ever: draws are keyed by (seed, position) and rows do not depend on what else is in a step, so the tokens are those that
+would have come one by one, at every temperature. The first that differs from the draft is the last of the step; what
+was computed behind it is written over.
 
 How much is drafted follows from how often drafts were right (`Pace`), which shows without computing any, and from what
 a drafted row costs beside a step, which is measured. Where weights or pages are streamed it costs next to nothing.
@@ -14,6 +15,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierd.daemon.engine.guesses import Guesses
 
 MAX_DRAFT = 15
 LENGTH_IF_ON = 8
@@ -68,12 +73,13 @@ class Pace:
     """How often the next token of a draft was right, given that those before it were."""
 
     chance: float = UNSEEN_CHANCE
+    smoothing: float = SMOOTHING
 
     def learn(self, draft: Sequence[int], drawn: Sequence[int]) -> int:
         """Compare; how many of the drafted tokens were drawn. Also of drafts that were not computed."""
         right = 0
         for guess, token in zip(draft, drawn, strict=False):
-            self.chance += SMOOTHING * ((guess == token) - self.chance)
+            self.chance += self.smoothing * ((guess == token) - self.chance)
             if guess != token:
                 break
             right += 1
@@ -87,44 +93,69 @@ class Draft:
     lookup: Lookup = field(default_factory=Lookup)
     pace: Pace = field(default_factory=Pace)
     tokens: list[int] = field(default_factory=list)
+    looked: list[int] = field(default_factory=list)  # what the look-up found: `tokens`, unless those are guessed
+    guessed: bool = False  # `tokens` are those of the draft model
+    guess_pace: Pace | None = None  # how often those were right; None: as for all requests
+    quiet: int = 0  # steps since the draft model had guessed, when it was not asked
+    drafted_tokens: int = 0  # computed since the beginning
+    right_tokens: int = 0  # of those, drawn
 
     def learn(self, drawn: Sequence[int]) -> None:
         """After a step that drew these tokens."""
-        self.pace.learn(self.tokens, drawn)
-        self.tokens = []
+        self.pace.learn(self.looked, drawn)
+        self.tokens, self.looked, self.guessed = [], [], False
 
 
 class Speculator:
-    """Decides how much is drafted. Threading: step thread only."""
+    """Decides how much is drafted. `guesses`: those of a draft model. Threading: step thread only."""
 
-    def __init__(self, mode: Speculate = Speculate.AUTO) -> None:
+    def __init__(self, mode: Speculate = Speculate.AUTO, guesses: Guesses | None = None) -> None:
         self.mode = mode
+        self.guesses = guesses
         self.row_share = UNMEASURED_SHARE  # cost of a drafted row, in steps without any
 
-    def statistics(self) -> dict[str, int | float | str]:
-        """The setting, and what a drafted row costs, in steps."""
-        return {"mode": self.mode.value, "row_share": round(self.row_share, 3)}
+    def statistics(self) -> dict[str, Any]:
+        """The setting, what a drafted row costs, in steps, and how the draft model does."""
+        found = {"mode": self.mode.value, "row_share": round(self.row_share, 3)}
+        return found | ({"draft": self.guesses.statistics()} if self.guesses is not None else {})
 
     def propose(self, draft: Draft, tokens: Sequence[int], most: int, streams: int) -> int:
         """Looks the draft of a sequence up; how many of its tokens should be computed. `streams` share the step."""
-        draft.tokens = []
+        draft.tokens, draft.looked, draft.guessed = [], [], False
         if self.mode is Speculate.OFF or most <= 0:
             return 0
-        draft.tokens = draft.lookup.find(tokens, min(most, MAX_DRAFT))
+        draft.tokens = draft.looked = draft.lookup.find(tokens, min(most, MAX_DRAFT))
         if not draft.tokens:
             return 0
         if self.mode is Speculate.ON:
             return min(len(draft.tokens), LENGTH_IF_ON)
         length = best_length(draft.pace.chance, len(draft.tokens), self.row_share, streams)
         if not length:
-            self.row_share += FORGETTING * min(UNMEASURED_SHARE - self.row_share, 0.0)
+            self._forget()
         return length
+
+    def learn(self, draft: Draft, drawn: Sequence[int], computed: int) -> None:
+        """A step drew these tokens of a request, `computed` tokens of its draft among what it computed."""
+        draft.drafted_tokens += computed
+        draft.right_tokens += len(drawn) - 1  # the last one is no token of the draft, or not the one that it has there
+        if draft.guessed and self.guesses is not None:
+            self.guesses.learn(draft, drawn, computed)
+        draft.learn(drawn)
 
     def measure(self, step_s: float, plain_s: float, rows: int) -> None:
         """A step with so many drafted rows took `step_s`; one without would have taken `plain_s`."""
-        if plain_s > 0.0:
+        if self.guesses is not None:
+            self.guesses.ran(step_s, rows)
+            if not rows:
+                self._forget()
+        if rows and plain_s > 0.0:
             share = max(step_s - plain_s, 0.0) / rows / plain_s
+            # One step that another process held up says little.
+            share = min(share, 2.0 * self.row_share + UNMEASURED_SHARE)
             self.row_share += SMOOTHING * (share - self.row_share)
+
+    def _forget(self) -> None:
+        self.row_share += FORGETTING * min(UNMEASURED_SHARE - self.row_share, 0.0)
 
 
 def best_length(chance: float, most: int, row_share: float, streams: int) -> int:

@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.engine import batch, scheduler
+from tierd.daemon.engine.bounded import bound_of
+from tierd.daemon.engine.guesses import Costs, Guesses, Wish
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import GaveWay, Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates
-from tierd.daemon.engine.speculate import Speculator
+from tierd.daemon.engine.speculate import MAX_DRAFT, Speculator
+from tierd.kernels.rows import Bound
 from tierd.tiers.errors import StagingLost
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
@@ -42,6 +45,7 @@ class Part:
     wanted: int  # logits are wanted of so many of the last rows
     pages: batch.Addresses
     streamed: list[PageKey]
+    bound: Bound = Bound()  # what the rows see; it says which pages are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +83,35 @@ class Steps:
 
     def draft(self, requests: Collection[Request]) -> None:
         """Look up what the next tokens of those that decode may be."""
-        decoding = [request for request in requests if request.phase is Phase.DECODE and request.beams is None]
+        decoding = [
+            request
+            for request in requests
+            if request.phase is Phase.DECODE and request.beams is None and request.mode is None
+        ]
         for request in decoding:
             most = request.max_total_tokens - len(request.tokens) - 1
             request.drafted = self.speculator.propose(request.draft, request.tokens, most, len(decoding))
+        if self.speculator.guesses is not None:
+            self._guess(decoding, self.speculator.guesses)
+
+    def _guess(self, decoding: list[Request], guesses: Guesses) -> None:
+        """Let the draft model guess where the look-up says nothing, or nothing that is worth a row."""
+        wishes = [
+            Wish(request.id, request.tokens, request.draft,
+                 0 if request.drafted else min(request.max_total_tokens - len(request.tokens) - 1, MAX_DRAFT),
+                 request.sampler.guess)
+            for request in decoding
+        ]  # fmt: skip
+        costs = Costs(self.rates.decode_s, self.speculator.row_share, self._runner.reads_weights)
+        for request, guessed in zip(decoding, guesses.draft(wishes, costs), strict=True):
+            request.drafted = request.drafted or guessed
 
     def gather(self, wanted: Iterable[tuple[Request, Chunk]]) -> tuple[list[Work], list[tuple[Work, Exception]]]:
         """The chunks that have pages for all their rows now; and those that failed, with why."""
         work: list[Work] = []
         failed: list[tuple[Work, Exception]] = []
         for request, chunk in wanted:
-            item = Work(request, chunk, request.phase is Phase.DECODE, _parts(request, chunk))
+            item = Work(request, chunk, request.phase is Phase.DECODE, _parts(request, chunk, self._limits.page_tokens))
             try:
                 # Ask for all of them, even when one has to wait: what they get they keep.
                 granted = [self._pager.allocate(part.lease, part.start, _end(part)) for part in item.parts]
@@ -101,18 +123,20 @@ class Steps:
         return [found for item in work if (found := self._located(item)) is not None], failed
 
     def _addressed(self, part: Part) -> Part:
-        count = scheduler.pages_for(_end(part), self._limits.page_tokens)
-        return replace(part, pages=self._pager.tables.addresses(part.lease, count))
+        size = self._limits.page_tokens
+        stop, first = scheduler.pages_for(_end(part), size), part.bound.base // size
+        return replace(part, pages=self._pager.tables.addresses(part.lease, stop, first, part.bound.lead))
 
     def _located(self, item: Work) -> Work | None:
         """The chunk with its pages as they lie now; None when one of them is nowhere any more."""
         tables = self._pager.tables
         parts = []
         for part in map(self._addressed, item.parts):
-            lease = part.lease
-            if any(place < len(part.pages) and place not in lease.filling for place in lease.absent):
+            lease, lead, first = part.lease, part.bound.lead, part.bound.base // self._limits.page_tokens
+            needed = {*range(lead), *range(first, first + len(part.pages) - lead)} if lease.absent else set()
+            if (lease.absent - lease.filling.keys()) & needed:
                 return None
-            parts.append(replace(part, streamed=tables.streamed(lease, part.pages)))
+            parts.append(replace(part, streamed=tables.streamed(lease, part.pages, first, lead)))
         return replace(item, parts=parts)
 
     def run(self, work: list[Work], awaited: Callable[[], bool]) -> list[Logits] | None:
@@ -122,7 +146,7 @@ class Steps:
         Raises whatever the computation raises.
         """
         parts = [part for item in work for part in item.parts]
-        rows = [batch.Rows(part.tokens, part.start, part.pages, part.wanted) for part in parts]
+        rows = [batch.Rows(part.tokens, part.start, part.pages, part.wanted, part.bound) for part in parts]
         started_s = self._clock()
         for item in work:
             item.request.times.started_s = item.request.times.started_s or started_s
@@ -179,7 +203,7 @@ class Steps:
                 break
             request.computed += 1
             self._totals.right_drafts += 1
-        request.draft.learn(drawn)
+        self.speculator.learn(request.draft, drawn, len(logits) - 1)
         return over
 
     def _measure(self, work: list[Work], started_s: float, now_s: float, streamed: bool) -> None:
@@ -188,15 +212,16 @@ class Steps:
         decode_rows = sum(item.rows for item in work if item.decodes)
         prefill_rows = sum(item.rows for item in work if not item.decodes)
         drafted_rows = sum(item.chunk.count - 1 for item in work if item.decodes)
+        self.speculator.measure(now_s - started_s, self.rates.decode_s, drafted_rows)
         if drafted_rows:
             self._totals.drafted_tokens += drafted_rows
-            self.speculator.measure(now_s - started_s, self.rates.decode_s, drafted_rows)
         else:
             self.rates = self.rates.after(now_s - started_s, decode_rows, prefill_rows)
         self._totals.steps += 1
         self._totals.step_s += now_s - started_s
         self._totals.prefill_rows += prefill_rows
-        if prefill_rows and not decode_rows and not streamed:
+        bounded = any(item.request.mode is not None for item in work)
+        if prefill_rows and not decode_rows and not streamed and not bounded:
             positions = sum(item.chunk.count * (item.chunk.start + item.chunk.count / 2) for item in work)
             self._estimator.add(prefill_rows, positions / prefill_rows, now_s - started_s)
             self._pager.residency.cost = self._estimator.cost
@@ -211,7 +236,7 @@ class Steps:
             self._pager.writeback.turn_off(f"{self._lost_steps} steps in a row could not read their pages: {lost}")
 
 
-def _parts(request: Request, chunk: Chunk) -> list[Part]:
+def _parts(request: Request, chunk: Chunk, page_tokens: int) -> list[Part]:
     """The rows of a chunk, without their pages."""
     beams, start, lease = request.beams, chunk.start, request.lease
     assert lease is not None  # the plan has chunks only for requests in PREFILL and DECODE
@@ -222,7 +247,7 @@ def _parts(request: Request, chunk: Chunk) -> list[Part]:
     known = request.tokens[start : start + chunk.count]
     drafted = request.draft.tokens[: chunk.count - len(known)]
     wanted = 1 + len(drafted) if chunk.sample and request.embedding is None else 0
-    return [Part(lease, [*known, *drafted], start, wanted, nowhere, [])]
+    return [Part(lease, [*known, *drafted], start, wanted, nowhere, [], bound_of(request, start, page_tokens))]
 
 
 def _end(part: Part) -> int:

@@ -70,6 +70,11 @@ class Vocabulary:
             self._tokenizer.encode_special_tokens = False
         return ids
 
+    def ids(self) -> dict[str, int]:
+        """Every token as it is written, and its id."""
+        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return found
+
     def token_text(self, token: int) -> str | None:
         """How a token is written in the vocabulary, None if there is no such token."""
         text: str | None = self._tokenizer.id_to_token(token)

@@ -1,0 +1,44 @@
+"""What a draft model takes, and which one the settings mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.daemon.plan.decoders import allocated_bytes
+from tierd.daemon.config import load
+from tierd.daemon.errors import ModelNotFound
+from tierd.daemon.models.catalog import load_manifest
+from tierd.daemon.plan.draft import KV_FORMAT, MAX_SEATS, SEAT_TOKENS, draft_bytes, max_rows, seats, wanted
+from tierd.kernels.layout import PageLayout
+
+
+def test_its_memory_does_not_grow_with_the_context(model_dir: Path) -> None:
+    manifest = load_manifest(model_dir)
+    spec = manifest.spec
+    found = draft_bytes(manifest, 4, 2)
+    longer = msgspec.structs.replace(manifest, context=1 << 20, spec=msgspec.structs.replace(spec, context=1 << 20))
+    assert draft_bytes(longer, 4, 2) == found
+    record = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, KV_FORMAT).record_bytes
+    assert found.weights == manifest.bytes and found.pages == 4 * SEAT_TOKENS // 16 * record
+    assert found.total == found.weights + found.pages + found.workspace
+    decoder = allocated_bytes(spec, max_rows(4), 2)
+    assert decoder <= found.workspace <= decoder + 4 * SEAT_TOKENS * spec.head_dim + 4 * 4 * (spec.vocab + 16)
+
+
+def test_the_requests_that_it_guesses_for_are_bounded() -> None:
+    assert [seats(count) for count in (1, MAX_SEATS, 1000)] == [1, MAX_SEATS, MAX_SEATS]
+
+
+def test_the_one_that_the_settings_name(models_dir: Path, tmp_path: Path) -> None:
+    flags = {"models_dir": str(models_dir), "draft": "smollm2:135m"}
+    env = {"TIERD_RUNTIME_DIR": str(tmp_path), "TIERD_CONFIG": ""}
+    found = wanted(load(flags, env).settings, 2)
+    assert found is not None and found.directory == models_dir / "smollm2-135m" and found.total_bytes > 80_000_000
+    assert wanted(load(flags | {"speculate": "off"}, env).settings, 2) is None
+    assert wanted(load(flags | {"draft": ""}, env).settings, 2) is None
+    with pytest.raises(ModelNotFound, match="draft model 'nobody' isn't prepared") as caught:
+        wanted(load(flags | {"draft": "nobody"}, env).settings, 2)
+    assert caught.value.param == "draft" and "tierd pull" in (caught.value.hint or "")

@@ -18,7 +18,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -115,8 +115,9 @@ class Requests:
     Iterating reads one line at a time. Raises Conflict when the file changed since it was looked through.
     """
 
-    def __init__(self, path: Path, finished: dict[bytes, str], model: str | None = None) -> None:
-        """Look through the whole file. `finished`: see `Output`; `model` replaces the one that a body names.
+    def __init__(self, path: Path, finished: dict[bytes, str], model: str | None = None, max_lines: int = 0) -> None:
+        """Look through the file. `finished`: see `Output`; `model` replaces the one that a body names; `max_lines`: no
+        further than that, 0 is no limit.
 
         Raises NotFound, PermissionDenied, BadRequest for what is no file, Conflict when `finished` holds others.
         """
@@ -125,12 +126,13 @@ class Requests:
         self.urls: dict[str, int] = {}  # the first line of each
         self.problems: list[Problem] = []  # the first of them
         self.problem_count = 0
+        self.is_too_long = False  # it has more lines
         self._model = model
         self._places: list[bytes] = []
         self._file = _open_input(path)
         try:
             self._stamp = self._stamped()
-            self._scan(finished)
+            self._scan(finished, max_lines)
         except BaseException:
             self._file.close()
             raise
@@ -159,10 +161,13 @@ class Requests:
         info = os.fstat(self._file.fileno())
         return info.st_size, info.st_mtime_ns
 
-    def _scan(self, finished: dict[bytes, str]) -> None:
+    def _scan(self, finished: dict[bytes, str], max_lines: int) -> None:
         seen: dict[bytes, int] = {}
         found = 0
         for number, offset, line in _lines(self._file):
+            if 0 < max_lines < number:
+                self.is_too_long = True
+                break
             if not line.strip():
                 continue
             try:
@@ -185,7 +190,7 @@ class Requests:
                 self.problem_count += 1
                 if len(self.problems) < MAX_PROBLEMS:
                     self.problems.append(Problem(number, exc.message))
-        if found < len(finished) and not self.problem_count:
+        if found < len(finished) and not self.problem_count and not self.is_too_long:
             raise Conflict(
                 f"the output holds {len(finished) - found} answers to requests that {self._file.name} does not have",
                 hint="it belongs to another input: name another output",
@@ -214,8 +219,8 @@ class Output:
     next opening. Two processes cannot have one open at once. Threading: one thread.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open or create it and read back what is finished.
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        """Open or create it and read back what is finished. `mode`: of a new one, less what the umask takes.
 
         Raises Conflict when another process has it, or when it holds something else; PermissionDenied, OutOfSpace.
         """
@@ -224,7 +229,7 @@ class Output:
         self._created = not path.exists()
         self._fault: TierdError | None = None
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, mode)
         except OSError as exc:
             raise _file_error(path, exc) from None
         self._file = open(fd, "r+b", buffering=0)
@@ -250,13 +255,17 @@ class Output:
                 self.path.unlink(missing_ok=True)  # nothing ran
 
     def append(self, answer: Answer) -> None:
-        """Write one line and wait until the disk has it. Raises OutOfSpace, and TierdError for another fault of it.
+        """Write one line and wait until the disk has it. Raises what `write` does."""
+        self.write(lines_of([answer]))
+
+    def write(self, lines: bytes) -> None:
+        """Write what `lines_of` made; the disk has it then. Raises OutOfSpace, and TierdError for another fault of it.
 
         After a fault nothing more is written: a line behind a half one would make both unreadable.
         """
         if self._fault is not None:
             raise self._fault
-        left = memoryview(msgspec.json.encode(answer) + b"\n")
+        left = memoryview(lines)
         try:
             while left:
                 left = left[os.write(self._file.fileno(), left) :]
@@ -296,6 +305,11 @@ class Output:
         return Conflict(
             f"line {number} of {self.path} was not written by `tierd batch`", hint="name another output with -o"
         )
+
+
+def lines_of(answers: Iterable[Answer]) -> bytes:
+    """The lines of some answers."""
+    return b"".join(msgspec.json.encode(answer) + b"\n" for answer in answers)
 
 
 def key_of(custom_id: str) -> bytes:

@@ -27,6 +27,7 @@ from tierd.daemon.errors import (
     Draining,
     EngineFailed,
     ProtocolError,
+    Reserved,
     TierdError,
     TryLater,
     sentence,
@@ -52,28 +53,35 @@ class Asking:
         *,
         model: str | None = None,
         on_tokens: Callable[[int], None] = lambda count: None,
+        busy_s: float | None = None,
     ) -> None:
-        """`model` replaces the one that a body names; `on_tokens` hears of generated ones."""
+        """`model` replaces the one that a body names; `on_tokens` hears of generated ones.
+
+        `busy_s`: how long a request may be refused as one too many; an hour if not given.
+        """
         self._generate = generate
         self._embed = embed
         self._model = model
         self._on_tokens = on_tokens
+        self._busy_s = BUSY_S if busy_s is None else busy_s
 
     async def answer(self, item: Item) -> Answer:
         """The line of a request, of one that fails too.
 
-        Raises Aborted when somebody ended it, and what ends the batch: the daemon is gone, or busy for an hour.
+        Raises Aborted when somebody ended it, and what ends the batch: the daemon is gone, or busy for too long.
         """
         try:
             ask = self._parsed(item)
         except TierdError as exc:
             return failed(item, exc)
-        pause_s, engine_deaths, deadline_s = FIRST_PAUSE_S, 0, time.monotonic() + BUSY_S
+        pause_s, engine_deaths, deadline_s = FIRST_PAUSE_S, 0, time.monotonic() + self._busy_s
         while True:
             try:
                 body = await ask()
             except (DaemonUnreachable, Draining, ProtocolError, Aborted):
                 raise
+            except Reserved:
+                deadline_s = time.monotonic() + self._busy_s  # another batch has the machine, for as long as it takes
             except TryLater:
                 if time.monotonic() > deadline_s:
                     raise
@@ -118,7 +126,7 @@ class Asking:
             item.url == CHAT_URL, answer_id, int(time.time()), first.model, choices=first.n * len(call.submits),
             logprobs=first.logprobs, echo=call.echo,
         )  # fmt: skip
-        whole, usage, last = Whole(shape), dict[str, int](), Event(0, "done")
+        whole, usage, last = Whole(shape), dict[str, Any](), Event(0, "done")
         for number, submit in enumerate(call.submits):
             async with contextlib.aclosing(self._generate(submit)) as events:
                 async for event in events:
@@ -129,7 +137,7 @@ class Asking:
             if submit.n == submit.best_of == 1:  # of several answers the end of each was told
                 whole.take(Event(last.id, "choice", {"choice": number, "finish": last.data["finish"]}))
             for name, count in last.data.get("usage", {}).items():
-                usage[name] = usage.get(name, 0) + count
+                usage[name] = usage.get(name, 0) + count if isinstance(count, int) else count
         return whole.take(Event(last.id, "done", {**last.data, "usage": usage}))
 
     def _take(self, whole: Whole, event: Event, base: int) -> None:

@@ -32,11 +32,14 @@ from tierd.daemon.cli_run import connect_or_start, ensure_model
 from tierd.daemon.embedding import Input, Vectors
 from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound, TierdError
 from tierd.daemon.limits import MAX_PRIORITY
+from tierd.daemon.models import catalog
+from tierd.daemon.protocol import Event
 from tierd.daemon.units import counted, human_seconds
 
 MAX_CONCURRENCY = 256  # as many requests as a connection carries
 SILENCE_S = 7200.0  # between two events: whoever asks within the next 100 minutes goes before us
 REDRAW_S = 0.2
+TELL_S = 2.0  # the daemon hears how far a batch is that has the machine
 
 
 @click.command()
@@ -47,11 +50,15 @@ REDRAW_S = 0.2
 @click.option("--concurrency", type=click.IntRange(1, MAX_CONCURRENCY),
               help="Requests at once; if not given as many as the daemon writes answers at once (--max-streams). "
               "They give their places to whoever else asks.")  # fmt: skip
+@click.option("--exclusive", is_flag=True,
+              help="Have the machine alone meanwhile: as many answers at once as give the most tokens a second. "
+              "Others are told to come back.")  # fmt: skip
 @json_option
 @settings_options()
 def batch(
-    flags: dict[str, Any], source: Path, target: Path, model: str | None, concurrency: int | None, as_json: bool
-) -> None:
+    flags: dict[str, Any], source: Path, target: Path, model: str | None, concurrency: int | None, exclusive: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Answer every request of a file in OpenAI's batch format, after whoever asks in the meantime.
 
     \b
@@ -61,6 +68,10 @@ def batch(
     Answers come in the order in which they are finished. Each is on the disk before the next step: after Ctrl-C, a
     crash or a power cut the same command goes on, and computes nothing again that has its line. A request that fails
     has a line with the error; delete it to have it tried again. Exit code 1 when a request has no line at the end.
+
+    With --exclusive running answers end first, every model is unloaded, and the one of the batch is loaded for it:
+    where weights are read from the disk in every step, one reading serves all answers. The machine is given back at the
+    end, and when this command ends for whatever reason.
     """
     settings = load_settings(flags)
     with contextlib.ExitStack() as stack:
@@ -76,8 +87,9 @@ def batch(
                 _check_models(client, requests)
             # A crowd of readers is of no use: no more than there are requests.
             width = min(concurrency or settings.max_streams, MAX_CONCURRENCY, len(requests))
+            wish = _wish(requests, model, concurrency) if exclusive else None
             tally = Tally(requests.total, requests.total - len(requests), time.monotonic())
-            _run(settings.socket, Batch(requests, output, tally, model), width)
+            _run(settings.socket, Batch(requests, output, tally, model), width, wish)
     _tell(tally, target, as_json=as_json)
     if tally.done < tally.total:
         leave(1)
@@ -109,6 +121,19 @@ def _check_models(client: Client, requests: Requests) -> None:
             ) from None
 
 
+def _wish(requests: Requests, model: str | None, streams: int | None) -> dict[str, Any]:
+    """What is told to the daemon of a batch that wants the machine. Raises BadRequest for several models."""
+    from tierd.daemon.batch_extent import extent_of  # the planner: only such a batch needs it
+
+    names = [model] if model is not None else sorted({catalog.parse_ref(name) for name in requests.models})
+    if len(names) > 1:
+        raise BadRequest(
+            f"the requests name {len(names)} models, the machine is given to one",
+            hint="`--model` names one for all, or split the file", param="model",
+        )  # fmt: skip
+    return {"model": names[0] if names else "", "streams": streams, **extent_of(requests)._asdict()}
+
+
 class Tally:
     """How far a batch is. Times are seconds of one clock, given by the caller."""
 
@@ -120,6 +145,10 @@ class Tally:
         self.stopped = 0  # somebody ended them; they have no line
         self.tokens = 0  # generated in this run
         self._started_s = started_s
+
+    def restart(self, now_s: float) -> None:
+        """Nothing ran before now: the machine had to be made free."""
+        self._started_s = now_s
 
     @property
     def done(self) -> int:
@@ -159,21 +188,54 @@ class Batch:
         self._model = model
         self._screen = Screen(tally)
 
-    async def run(self, socket: Path, width: int) -> None:
-        """Until every request had its turn. Raises what ends a batch: the daemon or the disk is gone."""
+    async def run(self, socket: Path, width: int, wish: dict[str, Any] | None = None) -> None:
+        """Until every request had its turn. Raises what ends a batch: the daemon or the disk is gone.
+
+        `wish`: have the machine for the batch alone, which says how many requests there are at once then.
+        """
         try:
             async with AsyncClient(socket) as client, asyncio.TaskGroup() as group:
                 await client.call("hello")  # a daemon that is full says so here, and not to a request
+                if wish is not None:
+                    width = await self._reserve(client, wish)
                 asking = Asking(
                     functools.partial(client.generate, wait_s=SILENCE_S), functools.partial(_embed, client),
                     model=self._model, on_tokens=self._count,
                 )  # fmt: skip
-                for _ in range(width):
-                    group.create_task(self._work(asking))
+                works = [group.create_task(self._work(asking)) for _ in range(width)]
+                if wish is not None:
+                    await self._tell_until(client, works)
+                    await client.call("release")
         except ExceptionGroup as group_of:
             raise group_of.exceptions[0] from None  # they fail together: a lost connection is told to each
         finally:
             self._screen.finish()
+
+    async def _reserve(self, client: AsyncClient, wish: dict[str, Any]) -> int:
+        """Get the machine. Returns how many requests to have under way: some wait for the place of one that ends."""
+        said = ""
+
+        def say(event: Event) -> None:
+            nonlocal said
+            if (text := str(event.data.get("text", ""))) != said:
+                said = text
+                note(text)
+
+        told = await client.call("reserve", on_progress=say, wait_s=SILENCE_S, **wish)
+        for line in told["why"]:
+            note(line)
+        note(f"planned: {told['planned_tokens_per_s']:g} tokens/s")
+        self._tally.restart(time.monotonic())
+        streams = int(told["streams"])
+        return min(streams + max(streams // 4, 1), MAX_CONCURRENCY - 2, self._tally.total - self._tally.resumed)
+
+    async def _tell_until(self, client: AsyncClient, works: list[asyncio.Task[None]]) -> None:
+        """Tell the daemon how far the batch is, for `ps` and for those who are turned away, until all have ended."""
+        left = set(works)
+        while left:
+            _, left = await asyncio.wait(left, timeout=TELL_S)
+            tally = self._tally
+            await client.call("reserved", done=tally.done, left_s=tally.left_s(time.monotonic()))
 
     async def _work(self, asking: Asking) -> None:
         for item in self._items:  # shared: each takes the next one
@@ -234,9 +296,9 @@ class Screen:
             note(f"\r\x1b[K{self._tally.line(time.monotonic())}")
 
 
-def _run(socket: Path, work: Batch, width: int) -> None:
+def _run(socket: Path, work: Batch, width: int, wish: dict[str, Any] | None) -> None:
     try:
-        asyncio.run(work.run(socket, width))
+        asyncio.run(work.run(socket, width, wish))
     except (KeyboardInterrupt, TierdError):
         note("what is finished is kept; the same command goes on")
         raise

@@ -18,6 +18,7 @@ from tierd.daemon.child import WORKER
 from tierd.daemon.config import Settings, split_listen
 from tierd.daemon.door import Door
 from tierd.daemon.errors import Conflict, Draining, TierdError
+from tierd.daemon.exclusive import Exclusive
 from tierd.daemon.heart import Heart
 from tierd.daemon.metrics import Metrics
 from tierd.daemon.models import catalog
@@ -72,13 +73,16 @@ class _Daemon:
             on_ready=prepare.note,
             on_end=prepare.give_back,
         )
-        self._service = Service(settings, self._supervisor, metrics, prepare.resize)
+        exclusive = Exclusive(self._supervisor, prepare.plan_block, prepare.give_block)
+        self._service = Service(settings, self._supervisor, metrics, prepare.resize, exclusive)
         self._server = Server(self._service)
         self._signals = 0
 
     async def run(self, door: Door, web_socket: socket.socket | None) -> int:
         """From accepting to the last engine's end."""
         loop = asyncio.get_running_loop()
+        if web_socket is not None:  # it takes connections already, which wait until HTTP is up
+            self._service.http_address = _address(web_socket)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         await self._server.start(door.socket)
@@ -165,6 +169,11 @@ class _Daemon:
         self._signals += 1
         log.info("got %s", signal.Signals(number).name)
         self._service.stop_asked.set()
+
+
+def _address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _import_web() -> Any:

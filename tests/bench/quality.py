@@ -1,12 +1,16 @@
-"""What page formats cost in quality: perplexity and KL divergence to exact pages, with and without a precision ladder.
+"""What page formats and bounded memory modes cost in quality: perplexity and KL divergence to exact pages.
 
     python -m tests.bench.quality [--model-dir DIR] [--context 1024] [--windows 2] [--formats fp16,k8v8,k8v4]
-        [--ladders k8v4,k4v4 --exact-first 4 --exact-last 128] [--json FILE]
+        [--ladders k8v4,k4v4 --exact-first 4 --exact-last 128] [--mode sinks=4,window=508]... [--json FILE]
+    python -m tests.bench.quality --endless 24576 --mode sinks=4,window=1020 [--mode ...]
 
 Text is the standard library's `pydoc_data.topics`, in windows of `--context` tokens with nothing before them. All
 formats walk through a window in step with fp32 pages. A format is measured through the kernels, as the daemon would
 run it. A ladder is not: its pages are fp32, and what is older than the newest `--exact-last` tokens, the first
 `--exact-first` pages apart, is replaced by what packed pages would give back, 16 tokens at a time.
+
+A mode is measured through the kernels, over fp32 pages. With `--endless` one text of so many tokens, beyond the model's
+context, is fed in, and the perplexity of each eighth of it is told: it shows whether a mode stays stable.
 
 KL is the mean over tokens of the divergence of the distribution from the exact one, in nats. The error is that of the
 perplexity's change: one standard error of the mean difference, tokens taken as independent.
@@ -19,6 +23,7 @@ import json
 import math
 import os
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -27,8 +32,9 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from tierd.daemon import kv_mode
 from tierd.daemon.engine.model.load import Weights, load_weights
-from tierd.daemon.engine.model.rope import frequencies, tables
+from tierd.daemon.engine.model.rope import angles, frequencies, tables
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels import reference
@@ -47,12 +53,13 @@ class Subject:
     def __init__(self, name: str, weights: Weights, spec: ModelSpec, page_format: str, context: int) -> None:
         self.name, self.page_format = name, page_format
         self.layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, page_format)
-        cos, sin = tables(frequencies(spec, spec.context), spec.context)
+        freqs = frequencies(spec, spec.context)
+        cos, sin = tables(freqs, spec.context)
         self.arena = np.zeros((-(-context // PAGE_TOKENS), self.layout.record_bytes), np.uint8)
         self._pages = self.arena.ctypes.data + np.arange(len(self.arena)) * self.layout.record_bytes
         self._decoder = CpuDecoder(
             weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head,
-            self.layout, cos, sin, CHUNK_TOKENS, os.cpu_count() or 1,
+            self.layout, cos, sin, CHUNK_TOKENS, os.cpu_count() or 1, partial(angles, freqs),
         )  # fmt: skip
 
     @property
@@ -60,13 +67,46 @@ class Subject:
         """Bytes of one token, padding apart."""
         return self.layout.payload_bytes / self.layout.page_tokens
 
-    def run(self, tokens: Ints, start: int) -> LogProbs:
+    def logits(self, tokens: Ints, start: int) -> NDArray[np.float32]:
         rows = np.arange(len(tokens), dtype=np.int32)
-        logits = self._decoder.forward(
+        return self._decoder.forward(
             [self.arena], tokens, rows + np.int32(start), np.zeros(len(rows), np.int32), self._pages,
             np.array([0, len(self._pages)], np.int32), rows,
         )  # fmt: skip
-        return torch.from_numpy(logits).log_softmax(-1)
+
+    def run(self, tokens: Ints, start: int) -> LogProbs:
+        return torch.from_numpy(self.logits(tokens, start)).log_softmax(-1)
+
+
+class Bounded(Subject):
+    """fp32 pages of which a row sees what a mode lets it see. There are no more of them than the mode needs."""
+
+    def __init__(self, text: str, weights: Weights, spec: ModelSpec, context: int) -> None:
+        mode = kv_mode.parse(text)
+        if mode is None:
+            raise ValueError(f"{text!r} is no bounded mode")
+        held = min(context, mode.exact_tokens + CHUNK_TOKENS + kv_mode.BASE_TOKENS)
+        super().__init__(text, weights, spec, "fp32", held)
+        self.mode, self._context = mode, context
+        lead = -(-mode.sinks // PAGE_TOKENS)
+        places = np.arange(-(-context // PAGE_TOKENS))
+        places[lead:] = lead + (places[lead:] - lead) % (len(self.arena) - lead)
+        self._pages = self._pages[places]
+
+    @property
+    def token_bytes(self) -> float:
+        return super().token_bytes * min(1, self.mode.exact_tokens / self._context)
+
+    def logits(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+        rows = np.arange(len(tokens), dtype=np.int32)
+        bound = self.mode.bound(start, PAGE_TOKENS)
+        lead, base = bound[2:]
+        stop = -(-(start + len(tokens)) // PAGE_TOKENS)
+        pages = np.concatenate((self._pages[:lead], self._pages[base // PAGE_TOKENS : stop]))
+        return self._decoder.forward(
+            [self.arena], tokens, rows + np.int32(start), np.zeros(len(rows), np.int32), pages,
+            np.array([0, len(pages)], np.int32), rows, np.array([bound], np.int32),
+        )  # fmt: skip
 
 
 class Ladder(Subject):
@@ -145,6 +185,26 @@ def measure(subjects: list[Subject], tokens: Ints, context: int) -> dict[str, di
     }
 
 
+def endless(subject: Subject, tokens: Ints) -> list[float]:
+    """Perplexity of each eighth of one text."""
+    losses: list[float] = []
+    for start in range(0, len(tokens) - 1, CHUNK_TOKENS):
+        chunk, following = tokens[start : start + CHUNK_TOKENS], tokens[start + 1 : start + CHUNK_TOKENS + 1]
+        logits = torch.from_numpy(subject.logits(chunk, start))[: len(following)]
+        targets = torch.from_numpy(following).long()
+        losses += torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
+    return [math.exp(part.mean()) for part in np.array_split(np.array(losses), 8)]
+
+
+def tell_endless(modes: list[str], weights: Weights, spec: ModelSpec, tokens: Ints) -> None:
+    """A table of `endless`, mode by mode."""
+    print(f"one text of {len(tokens)} tokens, the model's context holds {spec.context}")
+    print("| mode | " + " | ".join(f"{eighth}/8" for eighth in range(1, 9)) + " |\n|" + " --- |" * 9)
+    for text in modes:
+        found = endless(Bounded(text, weights, spec, len(tokens)), tokens)
+        print(f"| {text} | " + " | ".join(f"{perplexity:.2f}" for perplexity in found) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     prepared = Path(os.environ.get("TIERD_TEST_MODELS", REPOSITORY / ".cache/test-models"))
@@ -156,6 +216,8 @@ def main() -> None:
     parser.add_argument("--ladders", default="", help="formats of the older pages of ladders")
     parser.add_argument("--exact-first", type=int, default=4, help="pages of a ladder that stay exact (sinks)")
     parser.add_argument("--exact-last", type=int, default=128, help="newest tokens of a ladder that are exact")
+    parser.add_argument("--mode", action="append", default=[], help="a bounded memory mode; repeatable")
+    parser.add_argument("--endless", type=int, default=0, help="tokens of one text beyond the context")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     manifest = load_manifest(options.model_dir)
@@ -163,13 +225,18 @@ def main() -> None:
     if context % CHUNK_TOKENS or context > spec.context:
         parser.error(f"--context takes a multiple of {CHUNK_TOKENS} up to {spec.context}")
     weights = load_weights(options.model_dir, manifest, lambda _done, _total: None)
+    text = "\n".join(topics[name] for name in sorted(topics))
+    tokenizer = Tokenizer.from_file(str(options.model_dir / "tokenizer.json"))
+    wanted = options.endless or context * options.windows
+    tokens = np.array(tokenizer.encode(text, add_special_tokens=False).ids[:wanted], np.int32)
+    if options.endless:
+        tell_endless(options.mode, weights, spec, tokens)
+        return
     formats, ladders = ([name for name in names.split(",") if name] for names in (options.formats, options.ladders))
     subjects = [Subject(name, weights, spec, name, context) for name in ("fp32", *formats)]
     last_pages = options.exact_last // PAGE_TOKENS
     subjects += [Ladder(weights, spec, name, context, options.exact_first, last_pages) for name in ladders]
-    text = "\n".join(topics[name] for name in sorted(topics))
-    tokenizer = Tokenizer.from_file(str(options.model_dir / "tokenizer.json"))
-    tokens = np.array(tokenizer.encode(text, add_special_tokens=False).ids[: context * options.windows], np.int32)
+    subjects += [Bounded(mode, weights, spec, context) for mode in options.mode]
     found = measure(subjects, tokens, context)
     exact_bytes = found["fp32"]["token_bytes"]
     print(f"{options.model_dir.name}, {options.windows} windows of {context} tokens")

@@ -5,8 +5,9 @@
 
 `--model` is a prepared model; `--random` prepares a Llama-shaped one of 1.5 billion random int4 weights there first, if
 it isn't yet. Each placement runs in a process of its own, so that its memory can be told. The rate of the disk is
-measured before and after each measured stretch, by reading the same file in the same way without computing; the floor
-of a step is the bytes that it has to read at that rate.
+measured before and after each measured stretch, by reading the same file in the same way without computing. The floor
+of a step is what takes longer: reading its bytes at that rate, or computing its rows, which is what the same step takes
+with all weights resident.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def child(options: argparse.Namespace) -> None:
     figures: dict[str, Any] = {"answers": {}, "batches": {}}
     with tempfile.TemporaryDirectory(dir=REPOSITORY / ".cache") as work, Live(
         model, Path(work), device=4 * max(options.batches) + 16, nvme=0, context=128, max_streams=max(options.batches),
-        max_batch_rows=MAX_ROWS, weights_bytes=options.memory,
+        max_batch_rows=MAX_ROWS, weights_bytes=options.memory, requests=2 * max(options.batches),
     ) as live:  # fmt: skip
         weights = live.engine.weights
         pass_bytes = weights.statistics().pass_bytes
@@ -172,9 +173,9 @@ def child(options: argparse.Namespace) -> None:
                 answers, rate, step_s = stretch(live, prompts[:batch], options.tokens)
                 after = link_rate(file, ring) if ring is not None else 0.0
                 link = (before + after) / 2
-                rounds.append((rate, step_s, link, pass_bytes / link / step_s if link else 0.0))
+                rounds.append((rate, step_s, link, pass_bytes / link if link else 0.0))
             figures["answers"][batch] = answers
-            names = ("tokens_per_s", "step_s", "link_bytes_per_s", "floor_share")
+            names = ("tokens_per_s", "step_s", "link_bytes_per_s", "reading_s")
             figures["batches"][batch] = dict(
                 zip(names, (statistics.median(values) for values in zip(*rounds, strict=True)), strict=True)
             )
@@ -206,6 +207,9 @@ def parent(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         figures = found[name] = json.loads(done.stdout.splitlines()[-1])
+        for batch, of in figures["batches"].items():
+            of["computing_s"] = found["all resident"]["batches"][batch]["step_s"]
+            of["floor_share"] = max(of["reading_s"], of["computing_s"]) / of["step_s"]
         _report(name, memory, figures)
     same = all(found[name]["answers"] == found["all resident"]["answers"] for name in found)
     print(f"  the same tokens everywhere: {same}", flush=True)
@@ -228,10 +232,14 @@ def _report(name: str, memory: int | None, figures: dict[str, Any]) -> None:
         f"read per pass {weights['pass_bytes'] / 1e6:.0f} MB, "
         f"grown by {taken / 1e6:.0f} MB beside the arena, page cache {figures['cached_bytes'] / 1e6:.0f} MB"
     )
+    alone = next(iter(figures["batches"].values()))
     for batch, of in figures["batches"].items():
+        times = of["tokens_per_s"] / alone["tokens_per_s"]
         print(
-            f"    {batch:>3} streams: {of['tokens_per_s']:8.2f} tokens/s, step {1e3 * of['step_s']:7.1f} ms, "
-            f"disk {of['link_bytes_per_s'] / 1e9:.2f} GB/s, {100 * of['floor_share']:.0f}% of the floor", flush=True,
+            f"    {batch:>3} streams: {of['tokens_per_s']:8.2f} tokens/s ({times:.1f} times the first), "
+            f"step {1e3 * of['step_s']:7.1f} ms; reading {1e3 * of['reading_s']:.1f}, "
+            f"computing {1e3 * of['computing_s']:.1f}, {100 * of['floor_share']:.0f}% of the floor; "
+            f"disk {of['link_bytes_per_s'] / 1e9:.2f} GB/s", flush=True,
         )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.daemon.plan.scenes import CORES, CPU, GB, task
+from tierd.daemon.models.placement import Placement
 from tierd.daemon.plan.known import known_shape
 from tierd.daemon.plan.kv import page_bytes
-from tierd.daemon.plan.planner import Format, least, nearest, outcome_of, plan, work_of
+from tierd.daemon.plan.planner import Format, experts_share, least, nearest, outcome_of, plan, work_of
 from tierd.daemon.plan.weights import weight_bytes
 
 
@@ -97,3 +98,22 @@ def test_fewer_answers_are_nearer_than_a_shorter_context() -> None:
     scene = task(streams=4, throughput=True, machine=CPU._replace(kv_bytes=GB // 3, disk_bytes=0))
     assert plan(scene) is not None  # a grid from 1 on
     assert nearest(task(machine=CPU._replace(device_bytes=GB // 10))) is None
+
+
+def test_more_rows_go_through_more_experts() -> None:
+    mixtral = known_shape("mixtral-8x7b")
+    assert [experts_share(mixtral, rows) for rows in (1, 2, 500)] == pytest.approx([0.25, 0.4375, 1.0])
+    assert experts_share(known_shape("llama-3-8b"), 5) == 0.0
+
+
+def test_experts_that_have_no_place_are_read_by_the_share_that_a_step_needs() -> None:
+    shape = known_shape("mixtral-8x7b")
+    placed = Placement(
+        frozenset(), (), False, 0, 0, 0, 0, resident_bytes=2 * GB, streamed_bytes=0, expert_slots=56,
+        expert_slot_bytes=GB // 10,
+    )  # fmt: skip
+    format = formats("mixtral-8x7b", "int4-g32")[0]
+    work = work_of(task(shape=shape, formats=(format,), placed=placed), format, 1)
+    missing = (32 * 8 - 56) * (GB // 10)
+    assert (work.weights_bytes, work.step_bytes) == (missing, missing / 4)
+    assert work.slots_bytes == 56 * (GB // 10)

@@ -11,7 +11,7 @@ import pytest
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.config_json import spec_from_config
 from tierd.daemon.models.ggml_types import GgmlType
-from tierd.daemon.models.records import PlannedTensor, plan_records
+from tierd.daemon.models.records import PlannedTensor, expert_names, plan_records
 from tierd.daemon.models.weights import place
 from tierd.daemon.plan.known import KNOWN, known_shape
 from tierd.daemon.plan.shape import shape_from_spec
@@ -26,7 +26,7 @@ ODD: dict[str, Any] = {  # columns that groups of 32 don't fill, rows that panel
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int8-g32", "int4-g32"])
-@pytest.mark.parametrize("name", ["odd", "smollm2-135m", "qwen2.5-0.5b", "qwen3-8b"])
+@pytest.mark.parametrize("name", ["odd", "smollm2-135m", "qwen2.5-0.5b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b"])
 def test_records_are_as_large_as_an_import_makes_them(name: str, format: str) -> None:
     spec = spec_from_config(ODD if name == "odd" else KNOWN[name].config)
 
@@ -35,7 +35,11 @@ def test_records_are_as_large_as_an_import_makes_them(name: str, format: str) ->
 
     placed = {record.name: record.bytes for record in place(plan_records(spec), source, WeightFormat(format))}
     found = weight_bytes(shape_from_spec(spec), format)
-    assert found.layers == tuple(placed[f"layer.{index}"] for index in range(spec.num_layers))
+    names = expert_names(spec)
+    assert found.layers == tuple(
+        placed[f"layer.{index}"] + sum(placed[name] for name in names.get(index, ()))
+        for index in range(spec.num_layers)
+    )
     assert (found.embed, found.final, found.head) == (placed["embed"], placed["final"], placed.get("head", 0))
     assert found.total == sum(placed.values())
 
@@ -48,3 +52,13 @@ def test_a_prepared_model(model_dir: Path) -> None:
 def test_experts_all_count() -> None:
     shape = known_shape("mixtral-8x7b")
     assert weight_bytes(shape, "bf16").total == pytest.approx(2 * shape.parameters, rel=0.001)
+
+
+def test_active_parameters_are_those_of_the_names() -> None:
+    shape = known_shape("qwen3-30b-a3b")
+    assert shape.spec is not None and shape.spec.experts is not None and shape.spec.experts.total == 48 * 128
+    assert shape.parameters == pytest.approx(30.5e9, rel=0.01)
+    assert shape.active_parameters == pytest.approx(3.3e9, rel=0.03)
+    assert known_shape("mixtral-8x7b").active_parameters == pytest.approx(12.9e9, rel=0.01)
+    dense = known_shape("qwen3-8b")
+    assert dense.active_parameters == dense.parameters

@@ -11,7 +11,7 @@ from tests.daemon.engine.live import Live
 from tests.daemon.plan.decoders import allocated_bytes
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.placement import place
-from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.models.spec import ExpertsSpec, ModelSpec
 from tierd.daemon.plan.workspace import engine_bytes, ring_bytes, scratch_bytes, vector_bytes
 from tierd.kernels.layout import PageLayout
 
@@ -25,7 +25,8 @@ SPEC = ModelSpec(
 @pytest.mark.parametrize(
     "change",
     [{}, {"qkv_bias": True}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
-     {"head_dim": 128, "heads": 32, "kv_heads": 2}],
+     {"head_dim": 128, "heads": 32, "kv_heads": 2}, {"experts": ExpertsSpec(20, 4, 40, True, (0, 2))},
+     {"experts": ExpertsSpec(4, 2, 100, True, (0, 1, 2))}],
 )  # fmt: skip
 def test_scratch_and_vectors_of_a_decoder(change: dict[str, object]) -> None:
     spec = msgspec.structs.replace(SPEC, **change)

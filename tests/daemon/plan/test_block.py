@@ -1,0 +1,112 @@
+"""How many sequences a batch that is alone gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.daemon.plan.scenes import GB
+from tests.daemon.plan.scenes import MEASURED as SLOW
+from tierd.daemon.config import Settings
+from tierd.daemon.machine import Machine
+from tierd.daemon.models.catalog import MANIFEST_VERSION, Manifest, RecordEntry, Sampling, TensorEntry
+from tierd.daemon.models.records import plan_records
+from tierd.daemon.plan.block import MAX_STREAMS, Block, Extent, choose_block
+from tierd.daemon.plan.known import known_shape
+from tierd.daemon.plan.subject import Subject
+from tierd.daemon.plan.weights import prepared_bytes
+from tierd.kernels.packing import WeightFormat, packed_bytes
+
+SETTINGS = Settings(Path("/m"), Path("/c"), Path("/s"), nvme_mem=0)
+# Processors that wait for the disk when one sequence is decoded, and not with a hundred.
+MEASURED = msgspec.structs.replace(SLOW, compute={
+    "int4-g32": msgspec.structs.replace(SLOW.compute["int4-g32"], layer_s=(1e-12, 4e-12, 2e-10))
+})  # fmt: skip
+EXTENT = Extent(1000, 200, 100, 400)
+
+
+def subject(name: str = "llama-3-8b") -> Subject:
+    """A prepared model of this shape in int4."""
+    shape = known_shape(name)
+    assert shape.spec is not None
+    entries, offset = [], 0
+    for record in plan_records(shape.spec):
+        start, tensors = offset, []
+        for tensor in record.tensors:
+            kind = WeightFormat.FP32 if tensor.vector else WeightFormat.INT4_G32
+            size = 4 * tensor.cols if tensor.vector else packed_bytes(kind, tensor.rows, tensor.cols)
+            tensors.append(TensorEntry(tensor.name, kind.value, tensor.rows, tensor.cols, offset, size))
+            offset += -(-size // 64) * 64
+        offset = -(-offset // 4096) * 4096
+        entries.append(RecordEntry(record.name, start, offset - start, "0", tuple(tensors)))
+    manifest = Manifest(
+        version=MANIFEST_VERSION, name=name, source="t", source_digest="0", weights="auto", spec=shape.spec,
+        format="int4-g32", context=8192, digest="0" * 32, bytes=offset, created_s=0.0, records=tuple(entries),
+        tokenizer_digest="0", template_digest=None, eos_ids=(2,), bos_id=None, add_bos=False, sampling=Sampling(),
+    )  # fmt: skip
+    formats = (("int4-g32", prepared_bytes(manifest)),)
+    return Subject(name, "t", shape, formats, manifest.digest, 8192, manifest)
+
+
+def choose(available: int, extent: Extent = EXTENT, streams: int | None = None, **asked: Any) -> Block | None:
+    settings = dataclasses.replace(SETTINGS, **asked)
+    return choose_block(subject(), extent, settings, Machine(64 * GB, available, 100 * GB), MEASURED, 2, streams)
+
+
+def chosen(*given: Any, **asked: Any) -> Block:
+    block = choose(*given, **asked)
+    assert block is not None
+    return block
+
+
+def test_streamed_weights_are_shared_by_many() -> None:
+    block, alone = chosen(4 * GB), chosen(4 * GB, streams=1)
+    assert "read in every step" in block.why[1]
+    assert block.streams > 8 and block.tokens_per_s > 4 * alone.tokens_per_s
+    assert block.step_s >= block.floor_s > 0
+
+
+def test_pages_of_all_of_them_have_room_in_memory() -> None:
+    block = chosen(4 * GB)
+    page = 16 * 32 * 2 * 1024 * 4  # tokens, layers, keys and values, their elements, fp32
+    assert block.sizes.device_bytes >= block.streams * (EXTENT.prompt_tokens + EXTENT.answer_tokens) // 16 * page
+    assert block.sizes.device_bytes + block.sizes.weights_bytes < 4 * GB
+
+
+def test_no_more_than_there_are_requests_or_than_were_asked_for() -> None:
+    assert chosen(40 * GB, EXTENT._replace(requests=5)).streams <= 5
+    assert chosen(40 * GB, streams=3).streams == 3
+    assert chosen(60 * GB).streams <= MAX_STREAMS
+
+
+def test_fewer_than_asked_for_where_no_more_fit() -> None:
+    assert 1 <= chosen(4 * GB, streams=200).streams < 200
+
+
+def test_the_longest_request_fits_too() -> None:
+    short, long = chosen(8 * GB, streams=1), chosen(8 * GB, EXTENT._replace(longest_tokens=4000), streams=1)
+    assert long.sizes.device_bytes > 4 * short.sizes.device_bytes
+
+
+def test_sizes_that_were_asked_for_are_taken() -> None:
+    block = chosen(8 * GB, device_mem=2 * GB, host_mem=0, weights_mem=2 * GB)
+    assert (block.sizes.device_bytes, block.sizes.host_bytes, block.sizes.weights_bytes) == (2 * GB, 0, 2 * GB)
+
+
+def test_nothing_where_not_one_fits() -> None:
+    assert choose(GB // 8) is None
+
+
+def test_no_other_number_of_streams_is_better() -> None:
+    best = chosen(4 * GB).tokens_per_s
+    for streams in (1, 2, 3, 5, 8, 13, 20, 32, 48):
+        other = choose(4 * GB, streams=streams)
+        assert other is None or other.tokens_per_s <= 1.05 * best, streams
+
+
+def test_the_last_wave_counts() -> None:
+    # 40 requests in blocks of 39 would take as long as in blocks of 20.
+    assert chosen(60 * GB, EXTENT._replace(requests=40)).streams in (20, 40)

@@ -1,0 +1,184 @@
+"""The machine given to one batch: through a real front with fake engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from front_harness import Front, Wire, make_settings, running, text, until
+
+from tierd.daemon import exclusive
+from tierd.daemon.config import EngineConfig
+from tierd.daemon.machine import Sizes
+from tierd.daemon.plan.block import Block, Extent
+from tierd.daemon.supervisor import Model
+
+SIZES = Sizes(1 << 28, 0, 1 << 26, 0, 1 << 30)
+BLOCK = Block(48, 1024, SIZES, 100.0, 0.5, 0.4, ("48 sequences at once",))
+WISH = {"model": "alpha", "requests": 10, "prompt_tokens": 20, "answer_tokens": 30, "longest_tokens": 80}
+
+
+class Planner:
+    """Says what a batch gets, and keeps what it was asked."""
+
+    def __init__(self, block: Block | None = BLOCK) -> None:
+        self.block = block
+        self.asked: list[tuple[str, Extent, int | None]] = []
+
+    def __call__(self, model: Model, extent: Extent, streams: int | None) -> Block | None:
+        self.asked.append((model.name, extent, streams))
+        return self.block
+
+
+@pytest.fixture
+def planner() -> Planner:
+    return Planner()
+
+
+@pytest.fixture
+async def front(fake_models: Path, tmp_path: Path, planner: Planner) -> AsyncIterator[Front]:
+    async with running(make_settings(tmp_path, pinned_models=("beta",)), max_loaded=0, plan_block=planner) as front:
+        yield front
+
+
+async def ask(wire: Wire, op: str, **args: Any) -> Any:
+    """The last event of a call."""
+    wire.send(7, op, **args)
+    return (await wire.until_end(7))[-1]
+
+
+async def test_others_are_told_and_the_holder_is_served(front: Front, planner: Planner) -> None:
+    batch, other = await front.connect(), await front.connect()
+    told = await batch.call("reserve", **WISH, streams=48)
+    assert planner.asked == [("alpha", Extent(10, 20, 30, 80), 48)]
+    assert told["streams"] == 48 and told["why"] == ["48 sequences at once"] and told["stage"] == "running"
+    await batch.call("reserved", done=4, left_s=90.0)
+    other.generate(1, "hello")
+    (refused,) = await other.until_end(1)
+    assert refused.ev == "refused" and refused.data["code"] == "reserved"
+    assert "4 of 10 requests done" in refused.data["message"] and "left" in refused.data["message"]
+    for op, args in (("load", {"model": "beta"}), ("embed", {"model": "alpha", "inputs": ["x"]}),
+                     ("tokenize", {"model": "beta", "text": "x"})):  # fmt: skip
+        assert (await ask(other, op, **args)).data["code"] == "reserved", op
+    assert (await ask(other, "tokenize", model="alpha", text="x")).ev == "result"  # it costs the batch nothing
+    batch.generate(1, "hello")
+    assert text(await batch.until_end(1))
+    assert (await batch.call("embed", model="alpha", inputs=["x"]))["vectors"]
+    for op in ("ps", "status"):
+        seen = (await other.call(op))["exclusive"]
+        assert (seen["model"], seen["done"], seen["total"], seen["left_s"]) == ("alpha", 4, 10, 90.0)
+    await batch.call("release")
+    other.generate(2, "hello")
+    assert text(await other.until_end(2))
+    assert (await other.call("ps"))["exclusive"] is None
+
+
+async def test_its_engine_is_raised_and_lowered(front: Front, fake_models: Path) -> None:
+    async def config() -> EngineConfig:
+        made = await front.prepare(Model("alpha", fake_models / "alpha"), {})
+        return msgspec.json.decode(made, type=EngineConfig)
+
+    usual = await config()
+    batch = await front.connect()
+    await batch.call("reserve", **WISH)
+    raised = await config()
+    assert (raised.max_streams, raised.max_batch_rows, raised.throughput) == (48, 1024, True)
+    assert (raised.device_bytes, raised.weights_bytes) == (SIZES.device_bytes, SIZES.weights_bytes)
+    engine = front.engine()
+    await batch.call("release")
+    await until(lambda: "alpha" not in front.supervisor.engines)  # with all that it had
+    assert engine.state == "ended" and (await config()).max_streams == usual.max_streams == 16
+
+
+async def test_running_answers_end_first_and_every_model_goes(front: Front) -> None:
+    other, batch = await front.connect(), await front.connect()
+    await other.call("load", model="beta")  # pinned: it goes all the same
+    other.generate(1, "!still")
+    await until(lambda: front.service.live == 1 and "alpha" in front.supervisor.engines)
+    batch.send(7, "reserve", **WISH)
+    await until(lambda: front.service.exclusive.told())
+    late = await front.connect()
+    late.generate(1, "hello")
+    assert (await late.until_end(1))[-1].data["code"] == "reserved"  # from the moment of asking on
+    assert front.service.exclusive.stage == "waiting for running answers" and len(front.supervisor.engines) == 2
+    other.send(2, "cancel", target=1)
+    (answer,) = await batch.until_end(7)
+    assert answer.ev == "result" and list(front.supervisor.engines) == ["alpha"]
+
+
+async def test_a_lost_connection_gives_the_machine_back(front: Front) -> None:
+    batch, other = await front.connect(), await front.connect()
+    await batch.call("reserve", **WISH)
+    batch.generate(1, "!hang")
+    await until(lambda: front.service.live == 1)
+    batch.writer.transport.abort()  # as when the command is killed
+    await until(lambda: front.service.exclusive.told() is None)
+    await until(lambda: "alpha" not in front.supervisor.engines)
+    other.generate(1, "hello")
+    assert text(await other.until_end(1))
+
+
+async def test_one_that_is_lost_while_it_waits_leaves_nothing(front: Front) -> None:
+    other, batch = await front.connect(), await front.connect()
+    other.generate(1, "!hang")
+    await until(lambda: front.service.live == 1)
+    batch.send(7, "reserve", **WISH)
+    await until(lambda: front.service.exclusive.told())
+    batch.writer.transport.abort()
+    await until(lambda: front.service.exclusive.told() is None)
+    late = await front.connect()
+    late.generate(1, "hello")
+    assert text(await late.until_end(1))
+    other.send(2, "cancel", target=1)
+    await other.until_end(1)
+
+
+async def test_only_one_batch_has_the_machine(front: Front) -> None:
+    batch, other = await front.connect(), await front.connect()
+    await batch.call("reserve", **WISH)
+    assert (await ask(other, "reserve", **WISH)).data["code"] == "conflict"
+    assert (await ask(other, "reserved", done=1)).data["code"] == "conflict"
+    await other.call("release")  # it has nothing to give back
+    assert front.service.exclusive.told()
+
+
+async def test_what_never_fits_is_refused_with_the_next_step(front: Front, planner: Planner) -> None:
+    planner.block = None
+    batch = await front.connect()
+    refused = await ask(batch, "reserve", **WISH)
+    assert refused.data["code"] == "out_of_space" and "50 tokens" in refused.data["message"]
+    assert "tierd plan alpha" in refused.data["hint"]
+    assert front.service.exclusive.told() is None
+
+
+async def test_answers_that_do_not_end_are_not_waited_for_for_ever(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exclusive, "DRAIN_S", 0.05)
+    other, batch = await front.connect(), await front.connect()
+    other.generate(1, "!hang")
+    await until(lambda: front.service.live == 1)
+    refused = await ask(batch, "reserve", **WISH)
+    assert refused.data["code"] == "overloaded" and "1 answer did not end" in refused.data["message"]
+    assert front.service.exclusive.told() is None
+    other.send(2, "cancel", target=1)
+    await other.until_end(1)
+
+
+async def test_an_engine_that_dies_comes_back_as_it_was(front: Front) -> None:
+    batch = await front.connect()
+    await batch.call("reserve", **WISH)
+    before = front.engine()
+    batch.generate(1, "!crash=2", max_tokens=4)
+    assert len(text(await batch.until_end(1)).split()) == 4  # resumed on the next engine
+    assert front.engine() is not before and front.service.exclusive.told()
+
+
+@pytest.mark.parametrize("changes", [{"requests": 0}, {"streams": 0}, {"answer_tokens": -1}])
+async def test_nonsense_is_refused(front: Front, changes: dict[str, int]) -> None:
+    batch = await front.connect()
+    assert (await ask(batch, "reserve", **WISH | changes)).data["code"] == "bad_request"
+    assert front.service.exclusive.told() is None

@@ -74,6 +74,7 @@ class EngineProcess:
         self.model = model
         self.state = EngineState.STARTING
         self.progress: dict[str, Any] = {}
+        self.upkeep: dict[str, Any] = {}  # how far it is with its store; empty when it is not at it
         self.info: dict[str, Any] = {}  # what `ready` said
         self.notices: deque[str] = deque(maxlen=TAIL_LINES)
         self.pid: int | None = None
@@ -82,10 +83,13 @@ class EngineProcess:
         self.heard_s = self.started_s  # its last news
         self.error: TierdError | None = None  # what it said before it gave up
         self.stop_asked = False
+        self.retiring = False  # it ends as soon as nothing uses it
         self.was_ready = False
         self.completed = 0  # generations that it brought to `done`
+        self.resizes = 0  # how often its memory was to be changed
         self.keep_alive: tuple[float | None] | None = None  # seconds, None in it: for ever; None: as the settings say
         self.status: dict[str, Any] = {}  # its last answer to `status`
+        self.chosen: dict[str, Any] = {}  # what was planned for it, and why
         self._command = command
         self._changed = changed
         self._on_ready = on_ready
@@ -109,6 +113,12 @@ class EngineProcess:
     def streams(self) -> int:
         """Streams that run or wait on it."""
         return len(self._inboxes)
+
+    def notice(self, text: str) -> None:
+        """What its user should know, said by the engine or about it."""
+        self.notices.append(text)
+        self._on_notice(text)
+        log.warning("engine of %s: %s", self.model, text)
 
     def last_words(self) -> str:
         """How it ended, and the last line it wrote to standard error, fit for a client."""
@@ -148,6 +158,7 @@ class EngineProcess:
         self._calls[call_id] = future
         is_use = op not in _NO_USE and not (op == "prefix" and args.get("action") == "ls")
         self._using_calls += is_use
+        self.resizes += op == "resize"
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(Request(call_id, op, dict(args)))
@@ -156,8 +167,10 @@ class EngineProcess:
             what = f"the engine of {self.model} did not answer {op!r} within {timeout_s:g} s"
             raise TimedOut(what, hint="see `tierd status` and `tierd logs`") from None
         finally:
-            if op == "embed" and (future.cancelled() or not future.done()):
+            if op in ("embed", "cache") and (future.cancelled() or not future.done()):
                 self.cancel(call_id)  # nobody waits any more for what takes the longest of all calls
+            if op == "cache":
+                self.upkeep = {}
             del self._calls[call_id]
             if is_use:
                 self._using_calls -= 1
@@ -300,6 +313,8 @@ class EngineProcess:
         elif (future := self._calls.get(event.id)) is not None and not future.done():
             if event.ev == "result":
                 future.set_result(event.data)
+            elif event.ev == "progress":
+                self.upkeep = event.data
             else:
                 future.set_exception(from_wire(event.data))
 
@@ -318,9 +333,7 @@ class EngineProcess:
                 self._on_ready(self)
                 log.info("engine of %s is ready after %.1f s", self.model, self.last_use_s - self.started_s)
             case "notice":
-                self.notices.append(str(event.data.get("text", "")))
-                self._on_notice(self.notices[-1])
-                log.warning("engine of %s: %s", self.model, self.notices[-1])
+                self.notice(str(event.data.get("text", "")))
             case "failed":
                 self.error = from_wire(event.data)
             case _:

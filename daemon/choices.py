@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from tierd.daemon.stream import Stream
 from tierd.daemon.supervisor import Model, Supervisor
 
 PROGRESS_S = 5.0  # something is said at least so often while answers are held back
+PROMPT_COUNTS = ("hit_device", "hit_host", "hit_nvme", "recomputed")  # of timings
 _COMPACT_EVENTS = 256
 
 
@@ -127,11 +128,18 @@ class Choices:
         return Event(self.live.id, "progress", {"stage": "answers", "done": ended, "total": self.width})
 
     def _total(self) -> dict[str, Any]:
-        """The data of the one `done`: each prompt counted once, every answer's tokens. Timings are the first one's."""
+        """The data of the one `done`: each prompt counted once, every answer's tokens. Times are the first one's."""
         first = self._answers[0].done or {}
         parts = [group.usage() for group in self._groups]
-        usage = {name: sum(part[name] for part in parts) for name in parts[0]}
-        return {name: value for name, value in first.items() if name != "logprob_sum"} | {"usage": usage}
+        usage: dict[str, Any] = {name: sum(part[name] for part in parts) for name in parts[0]}
+        found = [group.least_found.get("timings", {}) for group in self._groups]
+        counts = {name: sum(part.get(name, 0) for part in found) for name in PROMPT_COUNTS}
+        if (mode := first.get("usage", {}).get("kv_mode")) is not None:
+            usage["kv_mode"] = mode
+        return {name: value for name, value in first.items() if name != "logprob_sum"} | {
+            "usage": usage,
+            "timings": {**first.get("timings", {}), **counts},
+        }
 
 
 class _Answer:
@@ -201,8 +209,17 @@ class _Group:
         return {
             "prompt_tokens": max(usage.get("prompt_tokens", 0) for usage in usages),
             "completion_tokens": sum(usage.get("completion_tokens", 0) for usage in usages),
-            "cached_tokens": min(usage.get("cached_tokens", 0) for usage in usages),
+            "cached_tokens": self.least_found.get("usage", {}).get("cached_tokens", 0),
         }
+
+    @property
+    def least_found(self) -> dict[str, Any]:
+        """The end of the answer that found least: what it computed of the prompt was computed, once."""
+        return min((answer.done or {} for answer in self.answers), key=_cached)
+
+
+def _cached(done: Mapping[str, Any]) -> int:
+    return int(done.get("usage", {}).get("cached_tokens", 0))
 
 
 async def _pump(answer: _Answer, queue: asyncio.Queue[tuple[_Answer, Event | Exception]]) -> None:

@@ -106,5 +106,5 @@ def tell_cut(done: Event, submit: Submit, option: str) -> None:
     count = done.data.get("usage", {}).get("completion_tokens", 0)
     if count < (submit.sampling.max_tokens or ANSWER_TOKENS):
         dim_note(f"(cut at {counted(count, 'token')}; the context is full)")
-    else:
+    elif submit.sampling.max_tokens is None:  # whoever named a number knows it
         dim_note(f"(cut at {counted(count, 'token')}; {option} allows more)")

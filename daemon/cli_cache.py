@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +13,7 @@ import msgspec
 from tierd.clients.blocking import Client
 from tierd.daemon import kv_quota
 from tierd.daemon.cli_common import (
+    Progress,
     confirm,
     connect,
     connect_if_running,
@@ -27,7 +30,7 @@ from tierd.daemon.cli_common import (
 from tierd.daemon.config import kv_root
 from tierd.daemon.units import counted, human_bytes
 
-ACTION_TIMEOUT_S = 900.0  # verifying reads every stored page
+SILENCE_S = 900.0  # between two signs of progress
 model_option = click.option("--model", help="Only this model; it is loaded if need be.")
 
 
@@ -66,7 +69,10 @@ def list_(flags: dict[str, Any], as_json: bool) -> None:
 @model_option
 @json_option
 def verify(flags: dict[str, Any], repair: bool, model: str | None, as_json: bool) -> None:
-    """Read every stored page of the loaded models and check it. Exit code 1 when something was wrong, mended or not."""
+    """Read every stored page of the loaded models and check it. Exit code 1 when something was wrong, mended or not.
+
+    Answers go on meanwhile. Ctrl-C ends it; pages that were set aside by then stay so.
+    """
     with connect(settings_anyway(flags)) as client:
         answer = _ask(client, "verify", model, repair=repair)
     findings = {name: _findings(part) for name, part in answer["engines"].items()}
@@ -107,11 +113,16 @@ def gc(flags: dict[str, Any], model: str | None, as_json: bool) -> None:
 @yes_option
 @json_option
 def clear(flags: dict[str, Any], model: str | None, yes: bool, as_json: bool) -> None:
-    """Delete the stored pages: through the daemon when one runs, else the directories that nobody has open."""
+    """Delete the stored pages, pinned ones too.
+
+    Through the daemon when one runs, else the directories that nobody has open.
+    """
     settings = load_settings(flags)
     root = kv_root(settings)
     before = {store.name: store for store in kv_quota.namespaces(root)}
-    confirm(f"Delete the pages of {model or 'all models'} below {root}?", yes=yes)
+    pins = _pins(root, [store for store in before.values() if model in (None, store.model)])
+    also = f" {counted(pins, 'pinned prefix goes', 'pinned prefixes go')} with them." if pins else ""
+    confirm(f"Delete the pages of {model or 'all models'} below {root}?{also}", yes=yes)
     removed_pages: dict[str, Any] = {}
     client = connect_if_running(settings)
     if client is not None:
@@ -122,19 +133,35 @@ def clear(flags: dict[str, Any], model: str | None, yes: bool, as_json: bool) ->
         for store in before.values():
             if model in (None, store.model):
                 kv_quota.remove(root, store.name)
-    after = {store.name: store.bytes for store in kv_quota.namespaces(root)}
+    left = kv_quota.namespaces(root)
+    after = {store.name: store.bytes for store in left}
+    removed_pins = pins - _pins(root, [store for store in left if model in (None, store.model)])
     freed_bytes = sum(max(0, store.bytes - after.get(name, 0)) for name, store in before.items())
     if as_json:
-        print_json({"freed_bytes": freed_bytes, "removed_pages": removed_pages, "left": sorted(after)})
+        told = {"freed_bytes": freed_bytes, "removed_pages": removed_pages, "removed_pins": removed_pins}
+        print_json(told | {"left": sorted(after)})
         return
     for name, count in removed_pages.items():
         print(f"{name}: {counted(count, 'page')} deleted")
+    if removed_pins:
+        print(f"{counted(removed_pins, 'prefix', 'prefixes')} pinned no more")
     print(f"{human_bytes(freed_bytes)} of disk given back")  # an open store may keep some for its next pages
+
+
+def _pins(root: Path, stores: Iterable[kv_quota.Namespace]) -> int:
+    """Prefixes that are pinned by hand in these stores."""
+    return sum(kv_quota.pins(root, store.name) for store in stores)
 
 
 def _ask(client: Client, action: str, model: str | None, **arguments: Any) -> dict[str, Any]:
     """The answer of the daemon: `engines` by model, `closed` stores that it did not touch."""
-    answer = client.call("cache", action=action, model=model, wait_s=ACTION_TIMEOUT_S, **arguments)
+    progress = Progress()
+    try:
+        answer = client.call(
+            "cache", action=action, model=model, wait_s=SILENCE_S, on_progress=progress.on_event, **arguments
+        )
+    finally:
+        progress.finish()
     return {"engines": answer.get("engines", {}), "closed": answer.get("closed", [])}
 
 

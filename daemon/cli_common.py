@@ -22,7 +22,7 @@ from tierd.daemon import config
 from tierd.daemon.config_values import boolean
 from tierd.daemon.errors import BadRequest, DaemonUnreachable, TierdError
 from tierd.daemon.protocol import Event
-from tierd.daemon.units import human_bytes
+from tierd.daemon.units import human_bytes, human_seconds
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 BIND_S = 1.0  # a daemon that starts has its lock for a moment before it has its socket
@@ -213,6 +213,29 @@ def weights_shown(weights: object) -> str:
     if not weights.get("bytes_per_s"):
         return text
     return f"{text}, read at {human_bytes(weights['bytes_per_s'])}/s, {100 * weights['peak_share']:.0f}% of its best"
+
+
+def draft_shown(draft: object) -> str:
+    """`smollm2-135m, 138 MB, 64 of 80 guessed tokens were right`; `-` when nothing is known."""
+    if not isinstance(draft, dict) or "model" not in draft:
+        return "-"
+    text = shown(f"{draft['model']}, {human_bytes(draft.get('memory_bytes'))}")
+    if draft.get("off"):
+        return f"{text}, off: {shown(str(draft['off']))}"
+    if not draft.get("drafted_tokens"):
+        return f"{text}, has not guessed yet"
+    return f"{text}, {draft.get('right_drafts', 0):,} of {draft['drafted_tokens']:,} guessed tokens were right"
+
+
+def exclusive_shown(told: object) -> str:
+    """`a batch is alone with alpha, 64 at once: 12 of 100 requests, 5m left`; empty when none is."""
+    if not isinstance(told, dict):
+        return ""
+    streams, left = told.get("streams"), told.get("left_s")
+    width = f", {streams} at once" if streams else ""
+    where = str(told.get("stage")) if told.get("stage") != "running" else ""
+    where = where or f"{told.get('done')} of {told.get('total')} requests, {human_seconds(left)} left"
+    return f"a batch is alone with {told.get('model')}{width}: {where}"
 
 
 class Progress:

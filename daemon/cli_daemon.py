@@ -11,6 +11,8 @@ from tierd.daemon import paths
 from tierd.daemon.cli_common import (
     connect,
     connect_if_running,
+    draft_shown,
+    exclusive_shown,
     given_flags,
     json_option,
     leave,
@@ -26,7 +28,7 @@ from tierd.daemon.cli_common import (
     weights_shown,
     written_today,
 )
-from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound
+from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound, TierdError
 from tierd.daemon.units import counted, human_bytes, human_seconds
 
 ANSWER_S = 60.0  # for writing pages to the disk beyond the timeout, before we call it stuck
@@ -56,10 +58,11 @@ def serve(flags: dict[str, Any]) -> None:
 @click.option("--model", help="Load this model and wait until it is ready.")
 def start(flags: dict[str, Any], model: str | None) -> None:
     """Start the daemon in the background; returns when its socket answers."""
-    from tierd.daemon.cli_spawn import spawn
+    from tierd.daemon.cli_spawn import end, spawn
 
     settings = load_settings(flags)
     client = connect_if_running(settings)
+    is_ours = client is None
     if client is not None:
         pid = client.call("status").get("pid")
         arguments = given_flags({**flags, "socket": None})
@@ -74,9 +77,15 @@ def start(flags: dict[str, Any], model: str | None) -> None:
         client, pid = spawn(settings, given_flags(flags))
         print(f"tierd started, pid {pid}, socket {settings.socket}")
     with client:
-        if model is not None:
+        if model is None:
+            return
+        try:
             load_model(client, model)
-            print(f"{model} is ready")
+        except TierdError:
+            if is_ours:
+                end(client, int(pid or 0), settings.socket)
+            raise
+        print(f"{model} is ready")
 
 
 @click.command()
@@ -139,6 +148,8 @@ def _show_status(state: dict[str, Any], socket: Path) -> None:
         ("socket", state.get("socket", socket)),
         ("http", state.get("http") or "off"),
     ]
+    if text := exclusive_shown(state.get("exclusive")):
+        rows.append(("batch", text))
     engines = [engine for engine in state.get("engines") or [] if isinstance(engine, dict)]
     for engine in engines:
         rows += [("notice", shown(str(text))) for text in engine.get("notices") or []]
@@ -148,14 +159,25 @@ def _show_status(state: dict[str, Any], socket: Path) -> None:
             rows.append(("written", f"{written_today(engine['writes'])} today{each} ({engine.get('model', '?')})"))
         if weights := engine.get("weights"):
             rows.append(("weights", f"{weights_shown(weights)} ({engine.get('model', '?')})"))
+        if draft := (engine.get("speculation") or {}).get("draft"):
+            rows.append(("draft", f"{draft_shown(draft)} ({engine.get('model', '?')})"))
+        rows += [("plan", f"{shown(str(why))} ({engine.get('model', '?')})") for why in _why(engine)]
         if engine.get("state") == "ready" and not engine.get("tiers"):
             rows.append(("engine", f"{engine.get('model', '?')} does not answer; its tiers are not known"))
     for name, value in rows:
         print(f"{name:<8} {value}")
-    tiers = state.get("tiers") or {}
-    if tiers:
-        print()
-        print_table(("TIER", "TOTAL", "USED", "CACHED", "FREE"), (_gauges(name, tier) for name, tier in tiers.items()))
+    for engine in engines:
+        if tiers := engine.get("tiers") or {}:
+            print("" if len(engines) < 2 else f"\n{shown(str(engine.get('model', '?')))}")
+            gauges = (_gauges(name, tier) for name, tier in tiers.items())
+            print_table(("TIER", "TOTAL", "USED", "CACHED", "FREE"), gauges)
+
+
+def _why(engine: dict[str, Any]) -> list[object]:
+    """What was chosen for an engine that is not as usual."""
+    chosen = engine.get("chosen")
+    why = chosen.get("why") if isinstance(chosen, dict) else None
+    return why if isinstance(why, list) else []
 
 
 def _gauges(name: str, tier: object) -> tuple[str, ...]:

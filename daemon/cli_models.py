@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,20 @@ from tierd.daemon.cli_common import (
 )
 from tierd.daemon.config import Settings
 from tierd.daemon.errors import Conflict
+from tierd.daemon.machine import probe_machine
 from tierd.daemon.models import catalog
+from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.units import counted, human_bytes
 
 
 @click.command()
 @click.argument("ref")
 @click.option("--name", help="Name of the prepared model.")
-@click.option("--weights", metavar="FORMAT", help="fp32, bf16, int8, int8-g32, int4-g32, int5-g32, or auto.")
+@click.option("--weights", metavar="FORMAT",
+              help="fp32, bf16, int8, int8-g32, int4-g32, int5-g32, or auto: as they are. "
+              "If not given: as they are where they fit into memory, else narrower.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Prepare it again even if it is there.")
-@settings_options("models_dir", "cache_dir", "offline")
+@settings_options("models_dir", "cache_dir", "offline", "weights_mem")
 @json_option
 def pull(
     flags: dict[str, Any], ref: str, name: str | None, weights: str | None, force: bool, as_json: bool
@@ -66,9 +71,21 @@ def pull_with_progress(
             progress=progress,
             offline=settings.offline,
             force=force,
+            choose=functools.partial(_choose, settings, progress),
         )
     finally:
         progress.finish()
+
+
+def _choose(settings: Settings, progress: Progress, spec: ModelSpec, own_format: str, own_bytes: int) -> str | None:
+    """The format of weights that nobody asked for by name: as they are where they fit."""
+    from tierd.daemon.plan.choose_format import choose_format
+
+    chosen = choose_format(spec, own_format, own_bytes, settings, probe_machine(settings.cache_dir))
+    if chosen.why:
+        progress.finish()
+        note(f"{chosen.why}; `--weights auto` keeps them as they are")
+    return chosen.format
 
 
 @click.command("list")
@@ -120,6 +137,7 @@ def show(flags: dict[str, Any], model: str, verify: bool, as_json: bool) -> None
     facts: dict[str, Any] = _summary(catalog.Listed(manifest.name, str(path), manifest, None))
     del facts["problem"]
     facts |= {"weights": manifest.weights, "spec": msgspec.to_builtins(manifest.spec)}
+    facts |= {"active_parameters": manifest.spec.active_parameters}
     facts |= {"sampling": msgspec.to_builtins(manifest.sampling), "records": len(manifest.records)}
     if verify:
         facts |= {"verified": not findings, "findings": findings}
@@ -141,6 +159,10 @@ def _readable(facts: dict[str, Any], manifest: catalog.Manifest) -> Iterator[tup
     yield "name", manifest.name
     yield "from", f"{manifest.source}, made {datetime.datetime.fromtimestamp(manifest.created_s):%Y-%m-%d %H:%M}"
     yield "model", f"{spec.family}, {spec.parameters / 1e6:,.0f} M parameters, {counted(spec.num_layers, 'layer')}"
+    if (experts := spec.experts) is not None:
+        layers = counted(len(experts.layers), "layer")
+        active = f"{spec.active_parameters / 1e6:,.0f} M parameters"
+        yield "experts", f"{experts.count} in each of {layers}, {experts.used} of them for a token, which uses {active}"
     heads = counted(spec.heads, "head")
     yield "attention", f"{heads} over {spec.kv_heads} of keys and values, each {spec.head_dim} wide"
     yield "vocabulary", counted(spec.vocab, "token")

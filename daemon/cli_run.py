@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ from tierd.daemon.cli_common import (
     given_flags,
     json_option,
     load_settings,
+    lock_holder,
     not_text,
     note,
     print_json,
     settings_options,
 )
-from tierd.daemon.errors import Aborted, BadRequest, ModelNotFound, TierdError
+from tierd.daemon.errors import Aborted, BadConfig, BadRequest, ModelNotFound, TierdError
+from tierd.daemon.kv_mode import parse as parse_mode
 from tierd.daemon.limits import MAX_SEED, MAX_TOKEN_ID
 from tierd.daemon.models import catalog
 from tierd.daemon.protocol import MAX_FRAME_BYTES, Event, Message, Sampling, Submit, Timings, Usage
@@ -48,11 +52,13 @@ _LIKE_A_MODEL = re.compile(r"[A-Za-z][\w.-]*\d[\w.-]*")
 @click.option("--seed", type=click.IntRange(-MAX_SEED, MAX_SEED), help="The same seed gives the same answer.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
 @click.option("--ctx", type=click.IntRange(1, MAX_TOKEN_ID), help="Context of this request in tokens.")
+@click.option("--kv-mode", help="What is kept of the context: window=N, sinks=S,window=W tokens, or exact.")
 @json_option
-@settings_options(without=("ctx",))  # here --ctx is that of the request
+@settings_options(without=("ctx", "kv_mode"))  # here these are those of the request
 def run(
-    flags: dict[str, Any], words: tuple[str, ...], system: str | None, ctx: int | None, as_json: bool, **options: Any
-) -> None:
+    flags: dict[str, Any], words: tuple[str, ...], system: str | None, ctx: int | None, kv_mode: str | None,
+    as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Ask a model: with a prompt (or the standard input) one answer, on a terminal a conversation.
 
     `-` as the prompt reads the standard input. The first word is a model when it names a prepared or known one, or
@@ -62,6 +68,7 @@ def run(
     for name, texts in (("the prompt", words), ("--system", (system or "",)), ("--stop", options["stop"])):
         if not_text(texts) is not None:
             raise BadRequest(f"{name} is not valid text (UTF-8)", hint=UTF8_HINT)
+    parse_mode(kv_mode or "")  # a mistyped one is told before anything starts
     settings = load_settings(flags)
     model, prompt = split_words(list(words), settings)
     ensure_model(settings, model)  # a mistyped name is told before anything is read
@@ -73,8 +80,8 @@ def run(
         raise BadRequest("the prompt is empty", hint="give it as an argument or through the standard input")
     sampling = Sampling(**options)
     first = (Message("system", system),) if system else ()
-    template = Submit(model=model, messages=first, sampling=sampling, ctx=ctx)
-    with connect_or_start(settings, flags) as client:
+    template = Submit(model=model, messages=first, sampling=sampling, ctx=ctx, kv_mode=kv_mode)
+    with started(settings, flags) as client:
         if prompt is None:
             from tierd.daemon.cli_chat import converse
 
@@ -127,7 +134,7 @@ def read_stdin() -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise BadRequest("the standard input is not UTF-8 text") from None
+        raise BadRequest("the standard input is not UTF-8 text", hint="`iconv -t UTF-8` makes it one") from None
 
 
 def ensure_model(settings: config.Settings, model: str) -> None:
@@ -157,6 +164,22 @@ def ensure_model(settings: config.Settings, model: str) -> None:
         pull_with_progress(settings, model)
         return
     raise catalog.not_prepared(settings.models_dir, model)
+
+
+@contextlib.contextmanager
+def started(settings: config.Settings, flags: dict[str, Any]) -> Iterator[Client]:
+    """The same for a while. One that was started for it and can't work with its settings is stopped again."""
+    before = lock_holder(settings.socket)
+    with connect_or_start(settings, flags) as client:
+        try:
+            yield client
+        except BadConfig:
+            pid = lock_holder(settings.socket)
+            if before is None and pid is not None:
+                from tierd.daemon.cli_spawn import end
+
+                end(client, pid, settings.socket)
+            raise
 
 
 def connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> Client:

@@ -42,7 +42,7 @@ def service() -> None:
 @click.option("--no-start", is_flag=True, help="Start it with the next login, not now.")
 @click.option("--print", "only_print", is_flag=True, help="Print the unit and change nothing.")
 def install(flags: dict[str, Any], no_start: bool, only_print: bool) -> None:
-    """Install a user service. It runs with the flags given here and with the TIERD_* and XDG_* variables that are set now."""
+    """Install a user service. It runs with these flags, and with the TIERD_* and XDG_* variables that are set now."""
     settings = load_settings(flags)
     if secrets := [doc for doc in config.setting_docs() if doc.secret and flags.get(doc.name) is not None]:
         # Left out, the service would refuse whoever has the key, or let in whoever has none.

@@ -8,8 +8,10 @@ import click
 
 from tierd.daemon.cli_common import (
     connect,
+    exclusive_shown,
     json_option,
     load_model,
+    note,
     print_json,
     print_table,
     settings_anyway,
@@ -30,9 +32,10 @@ UNLOAD_TIMEOUT_S = 120.0  # pages that only memory holds are written first
 def ps(flags: dict[str, Any], as_json: bool) -> None:
     """List the models that are loaded."""
     with connect(settings_anyway(flags)) as client:
-        engines = client.call("ps").get("engines", [])
+        told = client.call("ps")
+    engines = told.get("engines", [])
     if as_json:
-        print_json({"engines": engines})
+        print_json({"engines": engines, "exclusive": told.get("exclusive")})
         return
     print_table(
         ("MODEL", "STATE", "PID", "MEMORY", "RUNNING", "WAITING", "WRITTEN TODAY", "UNLOADS IN"),
@@ -46,6 +49,8 @@ def ps(flags: dict[str, Any], as_json: bool) -> None:
             for engine in engines
         ),
     )  # fmt: skip
+    if text := exclusive_shown(told.get("exclusive")):
+        note(text)
 
 
 @click.command()
@@ -86,9 +91,9 @@ def unload(flags: dict[str, Any], model: str | None, every: bool, as_json: bool)
 @click.command()
 @click.argument("model", required=False)
 @settings_options("socket")
-@click.option("--device-mem", metavar="SIZE", help="Pages beside the computation, such as 6GB.")
-@click.option("--host-mem", metavar="SIZE", help="Pages in CPU memory, 0 for no such tier.")
-@click.option("--weights-mem", metavar="SIZE", help="Weights in memory; what does not fit is streamed.")
+@click.option("--device-mem", metavar="SIZE", help="Pages beside the computation, such as 6GB, or auto.")
+@click.option("--host-mem", metavar="SIZE", help="Pages in CPU memory, 0 for no such tier, or auto.")
+@click.option("--weights-mem", metavar="SIZE", help="Weights in memory, or auto; the rest is streamed.")
 @click.option("--timeout", type=click.FloatRange(0, 600), default=30.0, show_default=True, help="Seconds it may take.")
 @json_option
 def resize(
@@ -102,7 +107,7 @@ def resize(
 ) -> None:
     """Give a loaded model more or less memory while it works; without MODEL: the one used last.
 
-    It lasts until the model is unloaded.
+    It lasts as long as the daemon, also when the model is unloaded and loaded again; `auto` lets the daemon choose.
     """
     sizes: dict[str, Any] = {
         f"{tier}_bytes": _size(f"--{tier}-mem", text)
@@ -118,11 +123,22 @@ def resize(
         return
     print(
         f"{result.get('model', model)}: {human_bytes(result.get('device_bytes'))} on the device, "
-        f"{human_bytes(result.get('host_bytes'))} in CPU memory, {human_bytes(result.get('weights_bytes'))} of weights"
+        f"{human_bytes(result.get('host_bytes'))} in CPU memory, {_weights(result)}"
     )
 
 
-def _size(flag: str, text: str) -> int:
+def _weights(result: dict[str, Any]) -> str:
+    kept, total = result.get("weights_bytes"), result.get("weights_total_bytes")
+    if not isinstance(kept, int) or not isinstance(total, int):
+        return f"{human_bytes(kept)} of weights"
+    if kept >= total:
+        return f"all {human_bytes(total)} of weights"
+    return f"{human_bytes(kept)} of {human_bytes(total)} of weights, the rest is streamed"
+
+
+def _size(flag: str, text: str) -> int | str:
+    if text.strip().lower() == "auto":
+        return "auto"
     try:
         return size_bytes(text)
     except ValueError as exc:

@@ -30,6 +30,8 @@ from tierd.daemon.config_values import (
     host_names,
     listen_address,
     log_size_bytes,
+    memory_mode,
+    model_or_none,
     model_reference,
     model_references,
     private_file,
@@ -114,6 +116,9 @@ class Settings:
             choice("fp32", "fp16", "bf16", "fp8", "k8v8", "k8v4", "k4v8", "k4v4"),
         ),
     )
+    kv_mode: str = field(
+        default="", metadata=_setting("tokens of a context kept: all (empty), window=N, sinks=S,window=W", memory_mode)
+    )
     ctx: int = field(
         default=0, metadata=_setting("longest context in tokens, 0: what the model was trained for", context_tokens)
     )
@@ -124,9 +129,17 @@ class Settings:
     speculate: str = field(
         default="auto",
         metadata=_setting(
-            "compute several tokens of an answer at once where it repeats itself or its prompt: auto (where it gains), "
-            "on or off",
+            "compute several tokens of an answer at once where it repeats itself or its prompt, or a draft model "
+            "guesses them: auto (where it gains), on or off",
             choice("auto", "on", "off"),
+        ),
+    )
+    draft: str = field(
+        default="",
+        metadata=_setting(
+            "small model with the same tokenizer that guesses the next tokens of larger ones while their weights are "
+            "streamed; empty: none",
+            model_or_none,
         ),
     )
     max_queue: int = field(
@@ -256,8 +269,8 @@ def load_anyway(
 
     def from_env(name: str, raw: str) -> None:
         if name not in by_env:
-            known = [*by_env, *_OTHER_ENV]
-            raise BadConfig(f"unknown variable {name}", hint=suggest(name, known) or _KEYS_HINT, param=name)
+            hint = suggest(name, [*by_env, *_OTHER_ENV], "TIERD_") or _KEYS_HINT
+            raise BadConfig(f"unknown variable {name}", hint=hint, param=name)
         if raw or by_env[name].parse is text or by_env[name].parse is listen_address:
             take(by_env[name], raw, f"env {name}", name)
 
@@ -339,10 +352,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int  # 0: what the model was trained for
     max_batch_rows: int = 512
     max_streams: int = 16
+    throughput: bool = False  # nobody looks on: prompts take whole steps
     max_requests: int = 1024  # running and waiting
     nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
     weights_bytes: int | None = None  # in memory; None: all of them
     speculate: str = "auto"  # on, off
+    draft_dir: str = ""  # of the draft model; empty: none
+    draft_off_reason: str = ""  # why there is none although one was asked for
     nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
     log_level: str = "info"
 
@@ -356,8 +372,10 @@ def _why_no_disk(settings: Settings, sizes: Sizes) -> str:
     )
 
 
-def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineConfig:
-    """The config of an engine for one model."""
+def engine_config(
+    settings: Settings, sizes: Sizes, model_dir: Path, draft_dir: Path | None = None, draft_off_reason: str = ""
+) -> EngineConfig:
+    """The config of an engine for one model. `draft_dir`: where its draft model lies."""
     return EngineConfig(
         model_dir=str(model_dir),
         cache_dir=str(kv_root(settings)),
@@ -374,6 +392,8 @@ def engine_config(settings: Settings, sizes: Sizes, model_dir: Path) -> EngineCo
         nvme_daily_writes_bytes=settings.nvme_daily_writes,
         weights_bytes=sizes.weights_bytes,
         speculate=settings.speculate,
+        draft_dir="" if draft_dir is None else str(draft_dir),
+        draft_off_reason=draft_off_reason,
         nvme_off_reason=_why_no_disk(settings, sizes),
         log_level=settings.log_level,
     )

@@ -9,6 +9,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tierd.daemon.errors import BadRequest
+from tierd.daemon.kv_mode import parse as parse_mode
+
 MIN_CONTEXT_TOKENS = 16
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1}
@@ -75,6 +78,18 @@ def count(low: int, high: int) -> Callable[[object], int]:
     return parse
 
 
+def memory_mode(value: object) -> str:
+    """A bounded memory mode as a request would name it; empty for the whole context."""
+    try:
+        return str(parse_mode(value) or "") if isinstance(value, str) else _refused()
+    except BadRequest as exc:
+        raise ValueError(f"a mode such as window=4096 or sinks=4,window=2048 ({exc.message})") from None
+
+
+def _refused() -> str:
+    raise ValueError("a mode such as window=4096, sinks=4,window=2048 or exact")
+
+
 def context_tokens(value: object) -> int:
     """A context length in tokens: a whole number, `32k` (1024 each), 0 for the model's own."""
     if isinstance(value, str) and (found := re.fullmatch(r"(\d{1,5})k", value.strip().lower())):
@@ -123,6 +138,16 @@ def model_reference(value: object) -> str:
     if isinstance(value, str) and _MODEL.fullmatch(value.strip().lower()):
         return value.strip()
     raise ValueError("the name of a model such as smollm2:135m")
+
+
+def model_or_none(value: object) -> str:
+    """A model by name, or empty for none."""
+    if isinstance(value, str) and value.strip().lower() in ("", "off"):
+        return ""
+    try:
+        return model_reference(value)
+    except ValueError as exc:
+        raise ValueError(f"{exc}, or empty") from None
 
 
 def existing_or_new_dir(value: object) -> Path:

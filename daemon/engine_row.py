@@ -35,6 +35,8 @@ def row(engine: EngineProcess, idle_s: float, expires_in_s: float | None) -> dic
         "notices": list(engine.notices),
         "writes": engine.status.get("writes", {}),
         "weights": engine.status.get("weights", {}),
+        "speculation": engine.status.get("speculation", {}),
+        "chosen": engine.chosen,
     }
 
 

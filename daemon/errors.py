@@ -15,6 +15,7 @@
     │   ├── TooBusy                 the queue is full
     │   ├── QuotaExceeded           this tenant has as much as it may
     │   ├── Loading                 the model is not up yet
+    │   ├── Reserved                a batch has the machine for itself
     │   └── Draining                the daemon is stopping
     ├── ModelInvalid                model files that are broken, unsafe or of an unknown kind
     ├── DownloadFailed              a reference could not be fetched
@@ -125,6 +126,10 @@ class Loading(TryLater):
     """The model is not up yet."""
 
 
+class Reserved(TryLater):
+    """A batch has the machine for itself. The message tells how far it is."""
+
+
 class Draining(TryLater):
     """The daemon is stopping and takes no new work."""
 
@@ -207,6 +212,7 @@ TABLE: Mapping[type[TierdError], Row] = {
     TooBusy: Row("overloaded", 503, 75),
     QuotaExceeded: Row("quota_exceeded", 429, 75),
     Loading: Row("loading", 503, 75),
+    Reserved: Row("reserved", 503, 75),
     Draining: Row("draining", 503, 75),
     ModelInvalid: Row("invalid_model", 422, 1),
     DownloadFailed: Row("download_failed", 502, 1),
@@ -258,12 +264,13 @@ def should_retry(exc: TierdError) -> bool:
     return isinstance(exc, TryLater | EngineFailed)
 
 
-def suggest(word: str, known: list[str]) -> str | None:
-    """A did-you-mean sentence for a mistyped word, or None when nothing known is near."""
+def suggest(word: str, known: list[str], prefix: str = "") -> str | None:
+    """A did-you-mean sentence for a mistyped word, or None when nothing known is near. All begin with the prefix."""
     import difflib  # 5 ms that only a typo pays
 
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else None
+    rests = [name.removeprefix(prefix) for name in known]
+    near = difflib.get_close_matches(word.removeprefix(prefix), rests, n=1, cutoff=0.6)
+    return f"did you mean {prefix + near[0]!r}?" if near else None
 
 
 def _row(cls: type[TierdError]) -> Row:

@@ -96,6 +96,7 @@ class Submit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     salt: str = ""  # requests with different salts share no page
     tenant: str = ""  # set by the front from the peer, never by a client
     quota_pages: int = 0  # set by the front: cached pages that the tenant may have; 0 is no bound
+    kv_mode: str | None = None  # a bounded memory mode (see `kv_mode`), or "exact"; None: the daemon's own
     ctx: int | None = None  # a smaller context than the model's, in tokens
     priority: int = 0  # lower runs first; above 0 it gives its place to those that are not
     # Filled by the front when it resumes a stream on a new engine: tokens the client already has.
@@ -108,11 +109,12 @@ MAX_FORMAT_CHARS = {"json_object": 0, "json_schema": 256 << 10, "regex": 8192, "
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts. `cached_tokens`: prompt tokens that were really not computed."""
+    """Token counts. `cached_tokens`: prompt tokens that were really not computed. `kv_mode`: the mode of memory."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    kv_mode: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -128,3 +130,5 @@ class Timings(msgspec.Struct, frozen=True):
     queue_ms: float = 0.0
     restore_ms: float = 0.0  # from admission until every page that was found could be read
     load_ms: float = 0.0  # waiting for the model to come up
+    drafted: int = 0  # tokens of the answer that were guessed and computed several at once; and of those
+    accepted: int = 0  # the ones that were drawn

@@ -3,7 +3,7 @@
 An engine answers `status` from another thread than the one that computes, so an answer proves nothing; that its
 snapshot is newer than the last one does. None is made within a step, which may take a minute, so the answer says how
 many rows are computed and how long so many may take. An engine whose step thread has published nothing for too long
-while it has streams is killed: the front starts another, and the streams go on. systemd is told after each such round,
+while it has work is killed: the front starts another, and the streams go on. systemd is told after each such round,
 never by a timer of its own: a front that can't finish a round does not live, and is restarted.
 """
 
@@ -46,14 +46,14 @@ class Pulse:
         self._expected_s = 0.0  # it takes at most; 0: no step is known
         self._steps = 0
 
-    def feel(self, status: Mapping[str, Any], streams: int, now_s: float) -> None:
-        """Take in a snapshot; `streams`: those the front waits for. An engine without any need not publish."""
+    def feel(self, status: Mapping[str, Any], busy: int, now_s: float) -> None:
+        """Take in a snapshot; `busy`: streams and calls that the front waits for. Without any there may be none."""
         step = status.get("step") or {}
         self._rows, self._expected_s = float(step.get("rows", 0.0)), float(step.get("expected_s", 0.0))
         self._steps = int(status.get("steps", 0))
         self._has_work = bool(status.get("running") or status.get("waiting") or step)
         seen = (status.get("uptime_s"), status.get("steps"))
-        if seen != self._seen or not streams:
+        if seen != self._seen or not busy:
             self._seen, self._changed_s = seen, now_s
 
     def hangs(self, now_s: float) -> bool:
@@ -92,13 +92,13 @@ class Heart:
 
     async def _look(self, engine: EngineProcess) -> None:
         pulse = self._pulses[engine]
-        streams = engine.streams
+        busy = engine.busy
         try:
             status = engine.status = await engine.call("status", {}, ANSWER_S)
         except TierdError:
             status = {**engine.status}  # no news
         now_s = time.monotonic()
-        pulse.feel(status, min(streams, engine.streams), now_s)
+        pulse.feel(status, min(busy, engine.busy), now_s)
         if pulse.hangs(now_s) and engine.state is EngineState.READY:
             log.error("the engine of %s stands still; it is killed, its streams go on with another", engine.model)
             engine.kill()

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 LOCK_NAME = "lock"  # as tiers.store_io: the owner of a store holds its flock
+PINS_NAME = "pinned.json"  # as tiers.pins_file
 OWNERS_NAME = "owners.json"
 FLOOR_BYTES = 256 << 20  # a store below this holds too little to be worth having
 _NAMESPACE = re.compile(r"[0-9a-f]{16,64}")
@@ -56,6 +57,15 @@ def namespaces(root: Path) -> list[Namespace]:
                     Namespace(entry.name, used_bytes, last_use_s, is_open(path), owner.model, owner.kv_format)
                 )
     return sorted(found, key=lambda namespace: namespace.last_use_s)
+
+
+def pins(root: Path, name: str) -> int:
+    """Prefixes that somebody pinned in a store; none where that can't be read."""
+    try:
+        found = msgspec.json.decode((root / name / PINS_NAME).read_bytes())
+        return len(found["pinned"] if isinstance(found, dict) else found)  # a list: before pins could end
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return 0
 
 
 def is_open(directory: Path) -> bool:

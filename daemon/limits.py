@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import msgspec
 
+from tierd.daemon import kv_mode
 from tierd.daemon.config_values import MIN_CONTEXT_TOKENS
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.generation import MAX_FORMAT_CHARS as MAX_FORMAT_CHARS
@@ -48,7 +49,8 @@ def check_submit(submit: Submit, context_tokens: int) -> None:
     says so.
     """
     _check_input(submit)
-    _check_sampling(submit.sampling, context_tokens)
+    mode = kv_mode.parse(submit.kv_mode or kv_mode.EXACT)
+    _check_sampling(submit.sampling, kv_mode.MAX_TOKENS if mode is not None and mode.endless else context_tokens)
     _check_tools(submit)
     if submit.format is not None:
         _check_format(submit.format)
@@ -77,8 +79,20 @@ def fitted(submit: Submit, context_tokens: int) -> Submit:
     sampling = submit.sampling
     if sampling.max_tokens is None or sampling.max_tokens <= context_tokens:
         return submit
+    mode = kv_mode.parse(submit.kv_mode or kv_mode.EXACT)
+    if mode is not None and mode.endless:
+        return submit
     sampling = msgspec.structs.replace(sampling, max_tokens=context_tokens)
     return msgspec.structs.replace(submit, sampling=sampling)
+
+
+def with_mode(submits: Sequence[Submit], default: str) -> list[Submit]:
+    """The same, with the daemon's own memory mode where that is left open. Beams always keep all."""
+    is_open = [bool(default) and one.kv_mode is None and not one.beam_width for one in submits]
+    return [
+        msgspec.structs.replace(one, kv_mode=default) if opened else one
+        for one, opened in zip(submits, is_open, strict=True)
+    ]
 
 
 def _check_input(submit: Submit) -> None:

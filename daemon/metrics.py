@@ -99,7 +99,7 @@ class Metrics:
         ):
             text.family(f"tierd_{name}_tokens_total", "counter", what, [({}, value)])
         text.family(
-            "tierd_hit_tokens_total", "counter", "Tokens of prompts that were found, by the tier they lay in.",
+            "tierd_hit_tokens_total", "counter", "Tokens of prompts found, by tier, of answers that ended.",
             [({"tier": tier}, count) for tier, count in self.hit_tokens.items()],
         )  # fmt: skip
         text.family(
@@ -146,6 +146,28 @@ _OF_ENGINES = {
     "tierd_streaming_wait_seconds_total": ("counter", "Time that steps stood still for them.", "streaming.waited_s"),
     "tierd_streaming_ring_bytes": ("gauge", "Memory that streaming holds.", "streaming.ring_bytes"),
     "tierd_streaming_lost_steps_total": ("counter", "Steps void for a failed read.", "streaming.lost_steps"),
+    "tierd_weights_memory_bytes": ("gauge", "Memory that weights take, what they pass through too.",
+                                   "weights.memory_bytes"),
+    "tierd_weights_disk_bytes": ("gauge", "Bytes of weights that only the disk has.", "weights.nvme_bytes"),
+    "tierd_weights_read_bytes_total": ("counter", "Bytes of weights that passes read.", "weights.read_bytes"),
+    "tierd_weights_wait_seconds_total": ("counter", "Time that passes stood still for weights.", "weights.waited_s"),
+    "tierd_weights_uses_total": ("counter", "Streamed pieces that passes needed.", "weights.uses"),
+    "tierd_weights_hits_total": ("counter", "Of those, the ones that had come by then.", "weights.hits"),
+    "tierd_weights_retries_total": ("counter", "Reads of weights that were tried again.", "weights.retries"),
+    "tierd_weights_lost_total": ("counter", "Reads of weights that failed for good.", "weights.lost"),
+    "tierd_weights_bytes_per_second": ("gauge", "Rate of the last passes.", "weights.bytes_per_s"),
+    "tierd_drafted_tokens_total": ("counter", "Tokens computed on a guess.", "speculation.drafted_tokens"),
+    "tierd_accepted_tokens_total": ("counter", "Of those, the ones drawn.", "speculation.right_drafts"),
+    "tierd_draft_model_drafted_tokens_total": (
+        "counter", "Tokens computed on a guess of the draft model.", "speculation.draft.drafted_tokens",
+    ),
+    "tierd_draft_model_accepted_tokens_total": (
+        "counter", "Of those, the ones drawn.", "speculation.draft.right_drafts",
+    ),
+    "tierd_draft_model_spent_seconds_total": (
+        "counter", "Time in which the draft model guessed.", "speculation.draft.spent_s",
+    ),
+    "tierd_draft_model_memory_bytes": ("gauge", "Memory of the draft model.", "speculation.draft.memory_bytes"),
 }  # fmt: skip
 _OF_LINKS = {
     "tierd_link_bytes_total": ("counter", "Bytes moved between two tiers.", "total_bytes"),

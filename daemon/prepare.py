@@ -13,20 +13,36 @@ import msgspec
 
 from tierd.daemon import kv_quota, room
 from tierd.daemon.child import EngineProcess, EngineState
-from tierd.daemon.config import Settings, engine_config, kv_root, resolve_sizes
-from tierd.daemon.errors import TierdError
-from tierd.daemon.machine import Machine, Sizes, probe_machine
-from tierd.daemon.models.catalog import load_manifest
+from tierd.daemon.config import EngineConfig, Settings, engine_config, kv_root, resolve_sizes
+from tierd.daemon.errors import OutOfSpace, TierdError
+from tierd.daemon.machine import Machine, Sizes, auto_weights, probe_machine, total_memory_bytes
+from tierd.daemon.models.catalog import Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.plan import rates
 from tierd.daemon.plan.auto import LEAST_ARENA_BYTES, choose_sizes
+from tierd.daemon.plan.block import Block, Extent, choose_block
+from tierd.daemon.plan.draft import wanted
+from tierd.daemon.plan.shape import shape_from_spec
+from tierd.daemon.plan.subject import Subject
+from tierd.daemon.plan.weights import prepared_bytes
 from tierd.daemon.plan.workspace import engine_bytes
 from tierd.daemon.room import Arenas, Held
 from tierd.daemon.supervisor import Model, NoRoom
+from tierd.daemon.units import human_bytes
 
 log = logging.getLogger("tierd.prepare")
 
 RESIZE_S = 10.0  # for slots of a running engine to become free
+AUTO = "auto"  # as a size: what the daemon chooses
 _SIZES = ("device_bytes", "host_bytes", "weights_bytes")  # of a resize, and fields of `Sizes`
+
+
+class _Draft(NamedTuple):
+    """The draft model of an engine, what it takes, and why there is none although one was asked for."""
+
+    directory: Path | None = None
+    total_bytes: int = 0
+    off_reason: str = ""
 
 
 class _Need(NamedTuple):
@@ -35,6 +51,31 @@ class _Need(NamedTuple):
     sizes: Sizes
     weights_bytes: int
     workspace_bytes: int
+    draft: _Draft = _Draft()
+    format: str = ""  # of the weights
+    why: tuple[str, ...] = ()
+
+
+def _chosen(config: EngineConfig, format: str, why: tuple[str, ...]) -> dict[str, Any]:
+    """What an engine gets, as `status` tells it."""
+    names = ("device_bytes", "host_bytes", "nvme_bytes", "weights_bytes", "kv_format", "max_streams", "max_batch_rows")
+    return {name: getattr(config, name) for name in names} | {"weights_format": format, "why": list(why)}
+
+
+def _arenas(sizes: Sizes) -> Arenas:
+    return Arenas(sizes.device_bytes, sizes.host_bytes)
+
+
+def _narrower(manifest: Manifest, weights_bytes: int) -> str:
+    """A sentence about a weight format in which a model would fit, empty when it fits as it is, or in none."""
+    if manifest.bytes <= weights_bytes:
+        return ""
+    for name in ("int8-g32", "int4-g32"):
+        size = int(manifest.spec.parameters * rates.BITS[name] / 8)
+        if size < min(manifest.bytes, weights_bytes):
+            again = f"`tierd pull {manifest.source} --weights {name}`"
+            return f"as {name} they would take some {human_bytes(size)} and fit: {again}"
+    return ""
 
 
 class Preparer:
@@ -50,7 +91,9 @@ class Preparer:
         self._one_at_a_time = asyncio.Lock()
         self._held: dict[str, Held] = {}
         self._resized: dict[str, dict[str, int]] = {}  # models, and what somebody gave them by hand
-        self._cap = Arenas(0, 0)
+        self._blocks: dict[str, Block] = {}  # models whose next engine is for a batch alone
+        self._auto: dict[str, Sizes] = {}  # what running engines would have got of a machine of their own
+        self._auto_cap = self._cap = Arenas(0, 0)  # as the daemon chose it, and with what was resized by hand
         self._usable_bytes = 0
 
     async def __call__(self, model: Model, engines: Mapping[str, EngineProcess]) -> str:
@@ -62,20 +105,59 @@ class Preparer:
             self._held = {name: held for name, held in self._held.items() if name in engines and name != model.name}
             machine = await asyncio.to_thread(self._machine)
             need = await asyncio.to_thread(self._need, model, machine)
-            sizes = need.sizes._replace(**self._resized.get(model.name, {}))
+            block = self._blocks.get(model.name)
+            self._auto[model.name] = need.sizes
+            wish = self._resized.get(model.name, {}) if block is None else {}
             if self._held:
-                arenas = await self._beside(model, need, machine, engines)
-                sizes = sizes._replace(
-                    device_bytes=arenas.device, host_bytes=arenas.host, weights_bytes=need.weights_bytes
-                )
+                sizes = await self._beside(model, need, wish, machine, engines)
             else:
-                arenas = Arenas(sizes.device_bytes, sizes.host_bytes)
                 usable = min(machine.available_ram, machine.total_ram)
-                self._cap, self._usable_bytes = arenas, usable - usable // 10
+                self._usable_bytes = usable - usable // 10
+                sizes = need.sizes if block is None else block.sizes
+                self._auto_cap = _arenas(sizes)
+                wished = sizes._replace(**wish)
+                if sum(_arenas(wished)) + need.workspace_bytes <= max(self._usable_bytes, sum(_arenas(sizes))):
+                    sizes = wished
+            arenas = _arenas(sizes)
             fixed_bytes = min(sizes.weights_bytes, need.weights_bytes) + need.workspace_bytes
             self._held[model.name] = Held(arenas, fixed_bytes)
+            if len(self._held) == 1:
+                self._cap = arenas
+            taken = room.total_of(held.arenas for held in self._held.values())
+            self._cap = Arenas(max(self._cap.device, taken.device), max(self._cap.host, taken.host))
+            self._tell(model.name, sizes, wish, engines)
             sizes = await asyncio.to_thread(self._on_disk, model, sizes)
-        return msgspec.json.encode(engine_config(self._settings, sizes, Path(model.directory))).decode()
+        draft = need.draft if block is None else _Draft()  # a block of sequences fills the steps without guesses
+        config = engine_config(self._settings, sizes, Path(model.directory), draft.directory, draft.off_reason)
+        if block is not None:
+            config = msgspec.structs.replace(
+                config, max_streams=block.streams, max_batch_rows=block.rows, throughput=True
+            )
+        if (engine := engines.get(model.name)) is not None:
+            engine.chosen = _chosen(config, need.format, need.why if block is None else block.why)
+        return msgspec.json.encode(config).decode()
+
+    def give_block(self, name: str, block: Block | None) -> None:
+        """The next engines of a model are for a batch alone; None: as usual again."""
+        if block is None:
+            self._blocks.pop(name, None)
+        else:
+            self._blocks[name] = block
+
+    def plan_block(self, model: Model, extent: Extent, streams: int | None) -> Block | None:
+        """The block of a batch that has the machine for itself. Reads the disk: for a thread."""
+        manifest = load_manifest(Path(model.directory))
+        settings, threads = self._settings, self._threads()
+        subject = Subject(
+            manifest.name, str(model.directory), shape_from_spec(manifest.spec, manifest.name),
+            ((manifest.format, prepared_bytes(manifest)),), manifest.digest, manifest.context, manifest,
+        )  # fmt: skip
+        fingerprint = rates.fingerprint(settings.cache_dir, threads, total_memory_bytes())
+        measured = rates.load(settings.cache_dir, fingerprint) or rates.assumed(fingerprint)
+        return choose_block(subject, extent, settings, self._machine(), measured, threads, streams)
+
+    def _threads(self) -> int:
+        return self._settings.threads or len(os.sched_getaffinity(0))
 
     def note(self, engine: EngineProcess) -> None:
         """Remember which store an engine opened, for the next share. To be called when it is ready."""
@@ -84,16 +166,67 @@ class Preparer:
             kv_quota.note_owner(self.root, namespace, self._owner(engine.model))
 
     async def resize(self, engine: EngineProcess, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Change the memory of an engine; the next one of its model gets as much. Raises what the engine answers."""
-        told = await engine.call("resize", args, timeout_s)
-        sizes = {name: told[name] for name in _SIZES if name in args and name in told}
-        self._resized[engine.model] = self._resized.get(engine.model, {}) | sizes
-        if (held := self._held.get(engine.model)) is not None:
-            device, host = held.arenas
-            arenas = Arenas(sizes.get("device_bytes", device), sizes.get("host_bytes", host))
-            self._cap = Arenas(self._cap.device + arenas.device - device, self._cap.host + arenas.host - host)
-            self._held[engine.model] = held._replace(arenas=arenas)
-        return told
+        """Change the memory of an engine; the next ones of its model get as much, as long as this daemon lives.
+
+        A size may be `AUTO`: what the daemon would choose now, and will choose next. Raises OutOfSpace when it does not
+        fit beside what else there is, and what the engine answers.
+        """
+        async with self._one_at_a_time:
+            auto = [name for name in _SIZES if args.get(name) == AUTO]
+            wanted = {**args, **{name: self._auto_bytes(engine.model, name) for name in auto}}
+            self._check_fits(engine.model, wanted)
+            told = await engine.call("resize", wanted, timeout_s)
+            sizes = {name: told[name] for name in _SIZES if name in args and name in told}
+            mine = self._resized.get(engine.model, {}) | sizes
+            self._resized[engine.model] = {name: size for name, size in mine.items() if name not in auto}
+            if (held := self._held.get(engine.model)) is not None:
+                device, host = held.arenas
+                arenas = Arenas(sizes.get("device_bytes", device), sizes.get("host_bytes", host))
+                self._cap = Arenas(self._cap.device + arenas.device - device, self._cap.host + arenas.host - host)
+                self._held[engine.model] = held._replace(arenas=arenas)
+            return told
+
+    def _auto_bytes(self, name: str, size: str) -> int:
+        """One of the sizes of a running engine as the daemon would choose it, beside the others that run."""
+        if size == "weights_bytes":
+            return self._auto[name].weights_bytes
+        part = self._auto_cap.device if size == "device_bytes" else self._auto_cap.host
+        return part // max(len(self._held), 1)
+
+    def _check_fits(self, name: str, wanted: Mapping[str, Any]) -> None:
+        """Raises OutOfSpace for arenas that are larger than now and than what is left beside all else."""
+        held = self._held.get(name)
+        if held is None:
+            return
+        now = held.arenas
+        asked = Arenas(*(wanted.get(f"{tier}_bytes") for tier in now._fields))  # type: ignore[arg-type]
+        arenas = Arenas(*(size if new is None else new for size, new in zip(now, asked, strict=True)))
+        others = sum(sum(one.arenas) + one.fixed for model, one in self._held.items() if model != name)
+        fixed_bytes = held.fixed
+        if (weights_bytes := wanted.get("weights_bytes")) is not None:
+            fixed_bytes = min(held.fixed, weights_bytes)
+        free_bytes = self._usable_bytes - others - fixed_bytes
+        if sum(arenas) <= max(free_bytes, sum(now)):
+            return
+        tier, size, other = ("host", *reversed(arenas)) if asked.device is None else ("device", *arenas)
+        left_bytes = max(free_bytes - other, 0)
+        raise OutOfSpace(
+            f"{human_bytes(size)} of {tier} memory do not fit: weights, workspace and other models leave "
+            f"{human_bytes(left_bytes)} of {human_bytes(self._usable_bytes)} for it",
+            hint=f"`tierd resize {name} --{tier}-mem {left_bytes // 10**6}MB` does; less --weights-mem leaves more",
+            param=f"{tier}_bytes",
+        )
+
+    def _tell(self, name: str, sizes: Sizes, wish: Mapping[str, int], engines: Mapping[str, EngineProcess]) -> None:
+        """Say what an engine got instead of what somebody once gave it by hand."""
+        less = [tier for tier in _SIZES if getattr(sizes, tier) != wish.get(tier, getattr(sizes, tier))]
+        if (engine := engines.get(name)) is not None and less:
+            got = ", ".join(
+                f"{human_bytes(getattr(sizes, tier))} of {tier.removesuffix('_bytes')} memory instead of the "
+                f"{human_bytes(wish[tier])}"
+                for tier in less
+            )
+            engine.notice(f"{name} has {got} that `tierd resize` gave it: there is no room for more just now")
 
     async def give_back(self, ended: str, engines: Mapping[str, EngineProcess]) -> None:
         """An engine has ended: the others get its part of the arenas."""
@@ -104,20 +237,43 @@ class Preparer:
             await self._resize_all(room.regrown(self._cap, self._held), engines)
 
     async def _beside(
-        self, model: Model, need: _Need, machine: Machine, engines: Mapping[str, EngineProcess]
-    ) -> Arenas:
-        """The arenas of one more engine; the others have made room for it then."""
-        fixed_bytes = need.weights_bytes + need.workspace_bytes
-        division = room.divide(self._usable_bytes, self._held, fixed_bytes, self._least_device_bytes())
-        if division is None or fixed_bytes + division.newcomer.device > machine.available_ram:
+        self, model: Model, need: _Need, wish: Mapping[str, int], machine: Machine, engines: Mapping[str, EngineProcess]
+    ) -> Sizes:
+        """The sizes of one more engine; the others have made room for it then, or have what they had before."""
+        weights_bytes = min(wish.get("weights_bytes", need.weights_bytes), need.weights_bytes)
+        fixed_bytes, before = weights_bytes + need.workspace_bytes, dict(self._held)
+        division, is_wish = self._divide(fixed_bytes, wish)
+        if division is None or (
+            fixed_bytes + division.newcomer.device > machine.available_ram + division.freed_bytes(before)
+        ):
             raise NoRoom(model.name)
-        if any(engines[name].state is not EngineState.READY for name in self._held):
+        if any(engines[name].state is not EngineState.READY for name in before):
             raise NoRoom(model.name)  # one that starts or ends can't make room
         await self._resize_all(division.others, engines)
-        left = room.left_of(self._cap, {name: held.arenas for name, held in self._held.items()})
-        if left.device < self._least_device_bytes():
+        kept = room.total_of(held.arenas for held in self._held.values())
+        wanted = room.total_of((*division.others.values(), division.newcomer))
+        cap = Arenas(max(self._cap.device, wanted.device), max(self._cap.host, wanted.host))
+        arenas = room.left_of(cap, {"": kept})
+        if is_wish:
+            arenas = Arenas(min(arenas.device, division.newcomer.device), min(arenas.host, division.newcomer.host))
+        # What the others had may have been untouched, so that giving it up left no more memory than before.
+        machine = await asyncio.to_thread(self._machine)
+        if arenas.device < self._least_device_bytes() or fixed_bytes + arenas.device > machine.available_ram:
+            await self._resize_all(room.regrown(self._cap, before), engines)
             raise NoRoom(model.name)  # running answers need what the others have
-        return left
+        return need.sizes._replace(
+            device_bytes=arenas.device, host_bytes=arenas.host, weights_bytes=weights_bytes
+        )
+
+    def _divide(self, fixed_bytes: int, wish: Mapping[str, int]) -> tuple[room.Division | None, bool]:
+        """Room for one more engine, and whether it has what somebody once gave it by hand: it does where that fits."""
+        part = room.divide(self._usable_bytes, self._held, fixed_bytes, self._least_device_bytes())
+        if part is None or not wish.keys() & {"device_bytes", "host_bytes"}:
+            return part, False
+        device, host = part.newcomer
+        wished = Arenas(wish.get("device_bytes", device), wish.get("host_bytes", host))
+        found = room.divide(self._usable_bytes, self._held, fixed_bytes, self._least_device_bytes(), wished)
+        return found or part, found is not None
 
     async def _resize_all(self, wanted: Mapping[str, Arenas], engines: Mapping[str, EngineProcess]) -> None:
         """Resize those that differ. One that can't stays as it is."""
@@ -161,8 +317,12 @@ class Preparer:
             manifest = load_manifest(Path(model.directory))
         except ModelFileError:
             return _Need(resolve_sizes(settings, machine), 0, 0)  # the engine says what is wrong with it
-        threads = settings.threads or len(os.sched_getaffinity(0))
-        sizes, why = choose_sizes(settings, machine, manifest.spec, manifest.bytes, manifest.context, threads)
+        threads = self._threads()
+        draft = self._draft(model, manifest, machine, threads)
+        beside = machine._replace(available_ram=max(machine.available_ram - draft.total_bytes, 0))
+        sizes, why = choose_sizes(settings, beside, manifest.spec, manifest.bytes, manifest.context, threads)
+        if remark := _narrower(manifest, sizes.weights_bytes):
+            why = (*why, remark)
         for reason in why:
             log.info("%s: %s", model.name, reason)
         workspace = engine_bytes(
@@ -171,4 +331,15 @@ class Preparer:
             max_streams=settings.max_streams, threads=threads,
         ).workspace  # fmt: skip
         weights = manifest.bytes if settings.weights_mem is None else min(settings.weights_mem, manifest.bytes)
-        return _Need(sizes, weights, workspace)
+        return _Need(sizes, weights, workspace + draft.total_bytes, draft, manifest.format, why)
+
+    def _draft(self, model: Model, manifest: Manifest, machine: Machine, threads: int) -> _Draft:
+        """The draft model of an engine. Raises ModelNotFound, ModelInvalid, BadConfig."""
+        found = wanted(self._settings, threads)
+        if found is None or found.directory == Path(model.directory):
+            return _Draft()  # a model would guess no sooner than it computes
+        room = auto_weights(min(machine.available_ram, machine.total_ram), LEAST_ARENA_BYTES, 0)
+        if self._settings.weights_mem is None and room - found.total_bytes < manifest.bytes <= room:
+            taken = human_bytes(found.total_bytes)
+            return _Draft(off_reason=f"beside {found.name}, which takes {taken}, not all weights would stay in memory")
+        return _Draft(found.directory, found.total_bytes)

@@ -6,7 +6,7 @@ part of them from the others, which shrink; when an engine ends, the others get 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -30,24 +30,35 @@ class Division(NamedTuple):
     others: dict[str, Arenas]
     newcomer: Arenas
 
+    def freed_bytes(self, held: Mapping[str, Held]) -> int:
+        """What those that run give up for it."""
+        now, then = total_of(one.arenas for one in held.values()), total_of(self.others.values())
+        return now.device + now.host - then.device - then.host
 
-def divide(usable_bytes: int, held: Mapping[str, Held], fixed_bytes: int, least_device_bytes: int) -> Division | None:
+
+def divide(
+    usable_bytes: int, held: Mapping[str, Held], fixed_bytes: int, least_device_bytes: int, wish: Arenas | None = None
+) -> Division | None:
     """Room for one more engine beside those that run; None when there is none.
 
     `usable_bytes`: what all engines together may use. `fixed_bytes`: the newcomer's weights and workspace. Every engine
-    keeps at least `least_device_bytes` on the device.
+    keeps at least `least_device_bytes` on the device. `wish`: arenas that the newcomer is to have, instead of an equal
+    part: out of those of the others, or beside equal parts of them where these don't have as much.
     """
-    total = _total(held)
-    if total.device + total.host + sum(one.fixed for one in held.values()) + fixed_bytes > usable_bytes:
-        return None
+    total = total_of(one.arenas for one in held.values())
+    free_bytes = usable_bytes - total.device - total.host - sum(one.fixed for one in held.values()) - fixed_bytes
     count = len(held) + 1
     part = Arenas(total.device // count, total.host // count)
-    if part.device < least_device_bytes:
+    if free_bytes < 0 or part.device < least_device_bytes:
         return None
-    others = {
-        name: Arenas(min(one.arenas.device, part.device), min(one.arenas.host, part.host)) for name, one in held.items()
-    }
-    return Division(others, left_of(total, others))
+    if wish is None:
+        others = _at_most(held, part)
+        return Division(others, left_of(total, others))
+    left = left_of(total, {"": wish})
+    if wish.host <= total.host and left.device >= least_device_bytes * len(held):
+        part = Arenas(left.device // len(held), left.host // len(held))
+    division = Division(_at_most(held, part), wish)
+    return division if wish.device + wish.host - division.freed_bytes(held) <= free_bytes else None
 
 
 def left_of(total: Arenas, taken: Mapping[str, Arenas]) -> Arenas:
@@ -70,5 +81,15 @@ def regrown(cap: Arenas, held: Mapping[str, Held]) -> dict[str, Arenas]:
     return grown
 
 
-def _total(held: Mapping[str, Held]) -> Arenas:
-    return Arenas(sum(one.arenas.device for one in held.values()), sum(one.arenas.host for one in held.values()))
+def total_of(arenas: Iterable[Arenas]) -> Arenas:
+    """All of them together."""
+    device, host = 0, 0
+    for one in arenas:
+        device, host = device + one.device, host + one.host
+    return Arenas(device, host)
+
+
+def _at_most(held: Mapping[str, Held], part: Arenas) -> dict[str, Arenas]:
+    return {
+        name: Arenas(min(one.arenas.device, part.device), min(one.arenas.host, part.host)) for name, one in held.items()
+    }

@@ -91,6 +91,7 @@ class Server:
         except Exception:
             log.exception("connection failed")
         finally:
+            self._service.exclusive.release(connection)
             # Not closed politely: what a client did not read by now would keep the buffer alive for ever.
             writer.transport.abort()
             if task is not None:
@@ -181,7 +182,7 @@ class _Connection:
 
     async def _generate(self, request: Request) -> None:
         try:
-            stream = self._service.submit(to_submit(request.args, from_client=True), self.tenant)
+            stream = self._service.submit(to_submit(request.args, from_client=True), self.tenant, holder=self)
         except TierdError as exc:
             await self._send(failure(request.id, exc, accepted=False))
             return
@@ -195,7 +196,7 @@ class _Connection:
             del self._streams[request.id]
 
     async def _call(self, request: Request) -> None:
-        work = asyncio.create_task(ops.answer(self._service, request.op, request.args, self.tenant))
+        work = asyncio.create_task(ops.answer(self._service, request.op, request.args, self.tenant, self))
         said: dict[str, Any] = {}
         said_s = time.monotonic()
         try:

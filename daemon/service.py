@@ -34,6 +34,7 @@ from tierd.daemon.errors import (
     Unauthorized,
     to_wire,
 )
+from tierd.daemon.exclusive import Exclusive
 from tierd.daemon.inbox import SlowReader
 from tierd.daemon.keys import KeyRing
 from tierd.daemon.metrics import Metrics
@@ -49,7 +50,7 @@ log = logging.getLogger("tierd.service")
 
 STOP_TIMEOUT_S = 9.5  # after a signal
 CALL_TIMEOUT_S = 60.0
-CACHE_TIMEOUT_S = 600.0  # verifying reads every page of the disk tier
+CACHE_TIMEOUT_S = 4000.0  # verifying reads every page of the disk tier; the engine has a deadline of its own
 Generation = Stream | Choices  # from its submission to its terminal event
 _REFUSALS = (BadRequest, NotFound, Conflict, TryLater, Unauthorized, PermissionDenied)
 
@@ -57,8 +58,11 @@ _REFUSALS = (BadRequest, NotFound, Conflict, TryLater, Unauthorized, PermissionD
 class Service:
     """The use-cases. `resize` changes the memory of an engine. Threading: for one event loop."""
 
-    def __init__(self, settings: Settings, supervisor: Supervisor, metrics: Metrics, resize: Resize) -> None:
+    def __init__(
+        self, settings: Settings, supervisor: Supervisor, metrics: Metrics, resize: Resize, exclusive: Exclusive
+    ) -> None:
         self.settings = settings
+        self.exclusive = exclusive
         self.metrics = metrics
         self.tenants = Tenants(KeyRing(settings.keys_file))
         self.draining = False
@@ -69,8 +73,7 @@ class Service:
         self._supervisor = supervisor
         self._resize = resize
         self._started_s = time.monotonic()
-        bound = settings.max_streams + settings.max_queue
-        self._admission = Admission(self.tenants, bound, supervisor.changed.notify)  # `drain` waits for them
+        self._admission = Admission(self.tenants, settings.max_streams + settings.max_queue, supervisor.changed.notify)
         self._places: dict[Generation, Place] = {}
         self._embeddings = embedding.Embeddings(supervisor, metrics)
         self._ids = itertools.count(1)
@@ -78,13 +81,15 @@ class Service:
 
     # -- generations -----------------------------------------------------------------------------------------------
 
-    def submit(self, submit: Submit | Sequence[Submit], tenant: str = "") -> Generation:
+    def submit(self, submit: Submit | Sequence[Submit], tenant: str = "", holder: object = None) -> Generation:
         """Check a request, book its place; nothing runs until `run` is iterated. Raises TierdError when it is refused.
 
         Several submits are several prompts of one request, for one model. `tenant`: in whose name; two tenants never
-        share a page. Whoever may not come to iterate `run` has to `release` it: `answering` does both.
+        share a page. `holder`: see `Exclusive`. Whoever may not come to iterate `run` has to `release` it: `answering`
+        does both.
         """
-        submits = [submit] if isinstance(submit, Submit) else list(submit)
+        self.exclusive.check(holder)
+        submits = limits.with_mode([submit] if isinstance(submit, Submit) else submit, self.settings.kv_mode)
         model = self._check(submits)
         place = self._admission.book(tenant, sum(map(answers_of, submits)))
         given = {"tenant": tenant, "quota_pages": place.allowance.pages}
@@ -153,14 +158,14 @@ class Service:
             ttft_s = None if live.first_text_s is None else live.first_text_s - live.started_s
             seen = {"door": door, "model": stream.model.name, "tokens": len(live.tokens), "deaths": live.deaths}
             log.info("request %d: %s", live.id, outcome, extra=seen)
-            usage = usage or live.usage()
-            self.metrics.ended(door, outcome, usage, deaths=live.deaths, ttft_s=ttft_s, timings=timings)
+            self.metrics.ended(door, outcome, usage or live.usage(), deaths=live.deaths, ttft_s=ttft_s, timings=timings)
 
     async def embed(
         self, ref: str, inputs: Sequence[embedding.Input], tenant: str, door: str, *, truncate: bool = False,
-        priority: int = 0,
+        priority: int = 0, holder: object = None,
     ) -> embedding.Vectors:  # fmt: skip
         """The vectors of some inputs, in order. Cancelling ends the work. Raises TierdError."""
+        self.exclusive.check(holder)
         if self.draining:
             raise Draining()
         embedding.check(inputs)
@@ -215,6 +220,7 @@ class Service:
 
     async def load(self, ref: str, tenant: str = "") -> dict[str, Any]:
         """Bring a model up, in a place of the tenant. Returns what its engine said when it was ready."""
+        self.exclusive.check(None)
         if self.draining:
             raise Draining()
         model, _ = self._find(ref)
@@ -222,9 +228,9 @@ class Service:
             engine = await self._supervisor.acquire(model, LOAD_TIMEOUT_S)
         return {"model": model.name, "pid": engine.pid, **engine.info}
 
-    def loading_progress(self, ref: str) -> dict[str, Any]:
-        """What is told to those who wait for `load`."""
-        return self._supervisor.progress_of(self._find(ref)[0].name)
+    def progress(self, op: str, ref: str) -> dict[str, Any]:
+        """What is told to those who wait for `load` or `cache`; empty if there is nothing to tell."""
+        return self._supervisor.progress_of(self._find(ref)[0].name) if op == "load" else self._supervisor.upkeep()
 
     async def unload(self, ref: str | None) -> dict[str, Any]:
         """Flush and end the engine of a model, or every engine. Raises TooBusy while one is in use."""
@@ -319,7 +325,7 @@ class Service:
     async def ps(self) -> dict[str, Any]:
         """The engines. They are asked, but never waited for long."""
         await asyncio.gather(*(engine_row.refresh(engine) for engine in self._supervisor.engines.values()))
-        return {"engines": [self._row(engine) for engine in self._supervisor.engines.values()]}
+        return {"engines": list(map(self._row, self._supervisor.engines.values())), "exclusive": self.exclusive.told()}
 
     async def status(self) -> dict[str, Any]:
         """Everything about the daemon. Engines are asked, but never waited for long."""
@@ -338,13 +344,12 @@ class Service:
             "http": self.http_address,
             "tiers": latest.status.get("tiers", {}) if latest else {},
             "engines": rows,
+            "exclusive": self.exclusive.told(),
             "queue": {
-                "live": self.live,
-                "running": running,
-                "waiting": max(0, self.live - running),
+                "live": self.live, "running": running, "waiting": max(0, self.live - running),
                 "max": self.settings.max_queue,
             },
-        }
+        }  # fmt: skip
 
     async def metrics_text(self) -> str:
         """The text of `/metrics`."""
@@ -358,6 +363,7 @@ class Service:
 
     async def _call(self, ref: str, op: str, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         model, _ = self._find(ref)
+        self.exclusive.check(None, model.name)
         engine = await self._supervisor.acquire(model, LOAD_TIMEOUT_S)
         return await engine.call(op, args, timeout_s)
 

@@ -31,10 +31,11 @@ MAX_BACK_OFF_S = 60.0
 FLUSH_S = 10.0
 # A model that is always in use would never make room for another one: after this long its new requests queue behind.
 PATIENCE_S = 5.0
+CROWDED_S = 10.0  # a model that had no room is tried again: memory that others than tierd used may be free by then
 IDLE_WAKE_S = 3600.0
 START_SILENCE_S = 600.0  # compiling every kernel takes a minute or two, and tells each of them
 
-
+_Beside = frozenset[tuple[str, EngineState, bool, int]]
 Resize = Callable[[EngineProcess, Mapping[str, Any], float], Coroutine[Any, Any, dict[str, Any]]]
 
 
@@ -104,7 +105,7 @@ class Supervisor:
         self._on_death = on_death
         self._on_ready = on_ready
         self._on_end = on_end
-        self._crowded: dict[str, frozenset[tuple[str, EngineState]]] = {}  # models, and beside whom they did not fit
+        self._crowded: dict[str, tuple[_Beside, float]] = {}  # beside whom models did not fit, and until when it holds
         self._waiters: set[Waiter] = set()
         self._deaths: dict[str, deque[float]] = {}
         self._failures: dict[str, _Failure] = {}
@@ -162,6 +163,10 @@ class Supervisor:
             return {"stage": "restart", "done": 0, "total": 0, "text": "waiting for the last engine to end"}
         return engine.progress or {"stage": "start", "done": 0, "total": 0, "text": "starting the engine"}
 
+    def upkeep(self) -> dict[str, Any]:
+        """How far an engine is that looks after its store; empty when none does."""
+        return next((engine.upkeep for engine in self.engines.values() if engine.upkeep), {})
+
     async def acquire(self, model: Model, timeout_s: float) -> EngineProcess:
         """Wait until the engine of a model is ready. Raises TooBusy after the deadline."""
         deadline_s = time.monotonic() + timeout_s
@@ -175,8 +180,7 @@ class Supervisor:
 
     def unload(self, name: str) -> bool:
         """Begin to end an idle engine. False when there is none; raises TooBusy when it is in use."""
-        engine = self.engines.get(name)
-        if engine is None:
+        if (engine := self.engines.get(name)) is None:
             return False
         if engine.busy:
             raise TooBusy(
@@ -185,6 +189,12 @@ class Supervisor:
             )
         self._stop(engine, FLUSH_S)
         return True
+
+    def retire(self, name: str) -> None:
+        """End an engine as soon as nothing uses it, pinned or not."""
+        if (engine := self.engines.get(name)) is not None:
+            engine.retiring = True
+            self.changed.notify()
 
     # -- their lives -----------------------------------------------------------------------------------------------
 
@@ -204,6 +214,8 @@ class Supervisor:
                 engine.kill()
             return left_s if left_s > 0 else IDLE_WAKE_S
         keep_alive_s = self._keep_alive_of(engine)
+        if engine.retiring and engine.state is EngineState.READY and not engine.busy:
+            self._stop(engine, FLUSH_S)
         if keep_alive_s is None or not self._is_idle(engine):
             return IDLE_WAKE_S  # the end of its use is a change
         left_s = engine.last_use_s + keep_alive_s - now_s
@@ -279,7 +291,8 @@ class Supervisor:
             del self.engines[model.name]
             if crowded:
                 log.info("%s does not fit beside the models that are loaded", model.name)
-                self._crowded[model.name] = self._beside(model.name)
+                self._crowded[model.name] = self._beside(model.name), time.monotonic() + CROWDED_S
+                asyncio.get_running_loop().call_later(CROWDED_S, self.changed.notify)
             elif not engine.stop_asked and not self.closing:
                 self._bury(engine)
             else:
@@ -325,10 +338,13 @@ class Supervisor:
         """Whether a model may be tried: the bound on engines allows it, and it was not found too large just now."""
         if self._max_loaded and len(self.engines) >= self._max_loaded:
             return False
-        return not self.engines or self._crowded.get(name) != self._beside(name)
+        beside, until_s = self._crowded.get(name, (None, 0.0))
+        return not self.engines or beside != self._beside(name) or time.monotonic() >= until_s
 
-    def _beside(self, name: str) -> frozenset[tuple[str, EngineState]]:
-        return frozenset((engine.model, engine.state) for engine in self.engines.values() if engine.model != name)
+    def _beside(self, name: str) -> _Beside:
+        """All that decides whether there is room and is known here: running answers need memory, a resize gives it."""
+        others = (engine for engine in self.engines.values() if engine.model != name)
+        return frozenset((engine.model, engine.state, engine.busy > 0, engine.resizes) for engine in others)
 
     def _make_room(self, waiter: Waiter) -> None:
         """End the idle engine that was used the longest ago."""

@@ -46,7 +46,8 @@ def imports(path: Path) -> Iterator[str]:
 
 
 _BASE = frozenset({
-    "protocol", "generation", "errors", "config", "config_file", "config_values", "machine", "paths", "log", "units",
+    "protocol", "generation", "errors", "config", "config_file", "config_values", "kv_mode", "machine", "paths", "log",
+    "units",
 })  # fmt: skip
 
 

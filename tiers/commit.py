@@ -89,6 +89,31 @@ class Committer:
         lease.reached = len(lease.nodes) * lease.page_tokens
         lease.changes += 1
 
+    def let_go(self, lease: Lease, kept: int, seen: int) -> None:
+        """Gives back the pages after the first `kept` ones and before page `seen`, which no later row sees.
+
+        Known ones go together, once no row sees any of them: idle, a page could not leave while those after it are in
+        use. What follows stays private from here on.
+        """
+        if len(lease.nodes) > kept:
+            if seen < len(lease.nodes) or lease.absent or lease.tail is not None:
+                return
+            now_s = self._page_time()
+            for node in lease.nodes[kept:]:
+                node.last_use_s = now_s  # a page is never older than the pages after it
+                self.keep(node)
+            for node in reversed(lease.nodes[kept:]):
+                self._residency.unpin(node)
+            lease.dropped += len(lease.nodes) - kept
+            del lease.nodes[kept:]
+            lease.unkeyed = True
+            lease.changes += 1
+        while len(lease.nodes) == kept and lease.private and kept + lease.dropped < seen:
+            self._residency.device.drop(lease.private.pop(0))
+            lease.dropped += 1
+            lease.unkeyed = True
+            lease.changes += 1
+
     def keep_tail(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Keeps the partial page of an ending lease as cache, unless a known page says the same."""
         rest = pack_tokens(tokens[len(lease.nodes) * lease.page_tokens :][: lease.page_tokens])

@@ -29,7 +29,6 @@ class Evictor:
 
     def __init__(self, residency: Residency, mover: Mover, writeback: Writeback) -> None:
         self.in_motion = 0  # pages whose device slot becomes free when a copy or a write is over
-        self.let_go = 0  # pages that somebody wanted kept, and that had to be given up
         self.demotions = 0
         self.spills = 0  # pages under leases that left the device
         self._residency = residency
@@ -85,18 +84,6 @@ class Evictor:
                 break
             begun += 1
         return begun
-
-    def let_kept_go(self) -> int:
-        """Lets pages go that somebody wants kept and that only memory has; how many. Where nobody could go on else.
-
-        They were to live on a disk that is full, or off, and hold memory that was meant for work.
-        """
-        found = [node for node in self._residency.index.nodes.values() if node.kept and not node.durable]
-        for node in found:
-            node.kept = False
-            self._residency.offer(node)
-        self.let_go += len(found)
-        return len(found)
 
     def relax(self) -> None:
         """Whoever asked for room has it, or asks again: nothing more leaves on its behalf."""

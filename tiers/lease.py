@@ -1,8 +1,9 @@
 """A lease: the pages one sequence uses, pinned for as long as it lives.
 
-The pages of a lease follow each other: known ones (`nodes`), then private ones that the sequence is writing. A known
-page is *readable* when a copy lies in memory. One that is not is either *absent*, on its way or to be computed again,
-or *streamed*: read from the store layer by layer in every step, because there is no room for it in memory.
+The pages of a lease follow each other: known ones (`nodes`), then private ones that the sequence is writing; between
+them those are missing that a sequence with a window has `dropped`. A known page is *readable* when a copy lies in
+memory. One that is not is either *absent*, on its way or to be computed again, or *streamed*: read from the store layer
+by layer in every step, because there is no room for it in memory.
 """
 
 from __future__ import annotations
@@ -87,15 +88,16 @@ class Lease:
         next_load: places above this one are loaded, on their way or given up.
         loading: whether absent pages may be loaded.
         deadline_s: when loading is given up.
+        dropped: pages after the known ones that were given back: no later row of the sequence sees them.
         changes: grows when slots of private or filling pages change.
         table: addresses of all pages, as of `table_version`; 0 for those that no memory holds.
         streamed: how many of those are read from the store.
     """
 
     __slots__ = (
-        "__weakref__", "absent", "changes", "deadline_s", "filling", "loading", "lost", "next_load", "nodes", "origins",
-        "page_tokens", "private", "reached", "root", "share", "state", "streamed", "table", "table_version", "tail",
-        "tail_origin", "tail_tokens", "unkeyed",
+        "__weakref__", "absent", "changes", "deadline_s", "dropped", "filling", "loading", "lost", "next_load", "nodes",
+        "origins", "page_tokens", "private", "reached", "root", "share", "state", "streamed", "table", "table_version",
+        "tail", "tail_origin", "tail_tokens", "unkeyed",
     )  # fmt: skip
 
     def __init__(self, root: PageKey, page_tokens: int) -> None:
@@ -117,6 +119,7 @@ class Lease:
         self.next_load = NOWHERE
         self.loading = True
         self.deadline_s = 0.0
+        self.dropped = 0
         self.changes = 0
         self.table: Addresses = np.empty(0, np.int64)
         self.table_version = (-1, -1)
@@ -137,7 +140,7 @@ class Lease:
 
     @property
     def num_pages(self) -> int:
-        """Pages, whether they can be read or not."""
+        """Pages that it has, whether they can be read or not."""
         return len(self.nodes) + len(self.private)
 
     @property
@@ -187,7 +190,7 @@ class Lease:
 
     def has_slot(self, page: int) -> bool:
         """Whether rows can be written into this page."""
-        return page in self.filling or len(self.nodes) <= page < self.num_pages
+        return page in self.filling or 0 <= page - len(self.nodes) - self.dropped < len(self.private)
 
     def held_until(self, position: int) -> int:
         """The first token at or after `position` whose page has no slot to write to."""

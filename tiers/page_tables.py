@@ -44,17 +44,24 @@ class PageTables:
             else:
                 self._promoter.hole(lease, place)
 
-    def addresses(self, lease: Lease, count: int) -> Addresses:
-        """Where the first `count` pages of the lease lie in memory; 0 for a page that is to be streamed. int64[count]
+    def addresses(self, lease: Lease, stop: int, first: int = 0, lead: int = 0) -> Addresses:
+        """Where pages `first` to `stop` of the sequence lie in memory, and before them the first `lead` ones once more;
+        0 for a page that is to be streamed. int64[lead + stop - first]
 
         Valid until anything is moved, so for the step that is about to run.
         """
         self.refresh(lease)
-        return lease.table[:count]
+        if not (first or lead or lease.dropped):
+            return lease.table[:stop]
+        return lease.table[_places(lease, stop, first, lead)]
 
-    def streamed(self, lease: Lease, addresses: Addresses) -> list[PageKey]:
-        """The keys of the pages whose address is 0, in order."""
-        return [lease.nodes[place].key for place in np.flatnonzero(addresses == 0).tolist()]
+    def streamed(self, lease: Lease, addresses: Addresses, first: int = 0, lead: int = 0) -> list[PageKey]:
+        """The keys of the pages whose address is 0, in order. `addresses` are those of these `first` and `lead`."""
+        missing = np.flatnonzero(addresses == 0)
+        if not len(missing):
+            return []
+        places = _places(lease, first + len(addresses) - lead, first, lead)
+        return [lease.nodes[place].key for place in places[missing].tolist()]
 
     def lose(self, lost: StagingLost, leases: Iterable[Lease]) -> None:
         """Books pages that could not be streamed: their leases get holes. Bad ones are gone from the store."""
@@ -71,3 +78,13 @@ class PageTables:
                 if node.key in late and not node.readable and place not in lease.absent:
                     self._promoter.hole(lease, place)
                     lease.changes += 1
+
+
+def _places(lease: Lease, stop: int, first: int, lead: int) -> Addresses:
+    """Where in `lease.table` pages are, see `PageTables.addresses`. For one that was dropped, or has not begun, it is
+    the last one: nobody looks, and it is there."""
+    pages = np.concatenate((np.arange(lead), np.arange(first, stop)))
+    known, last = len(lease.nodes), lease.num_pages - 1
+    places = np.where(pages < known, pages, pages - lease.dropped)
+    places[(pages >= known) & (pages < known + lease.dropped)] = last
+    return np.minimum(places, last)

@@ -200,7 +200,7 @@ class Pager:
         wanted = [page for page in range(start // size, -(-end // size)) if not lease.has_slot(page)]
         if not wanted:
             return True
-        pages = max(wanted[-1] + 1, lease.num_pages)
+        pages = max(wanted[-1] + 1 - lease.dropped, lease.num_pages)
         if pages > self.capacity_pages:
             raise TierFull(f"{pages} pages do not fit the {self.capacity_pages} of all tiers")
         written = len(wanted) + len(lease.private) + len(lease.filling)
@@ -345,17 +345,6 @@ class Pager:
         No look-up finds them from here on. Their rows leave the disk behind the work: `flush` waits for that.
         """
         return upkeep.clear(self)
-
-    def gc(self, deadline_s: float) -> int:
-        """Forgets pages below a lost one, which no look-up can reach; returns how many."""
-        return upkeep.gc(self, deadline_s)
-
-    def verify(self, repair: bool, deadline_s: float = float("inf")) -> list[str]:
-        """Findings of `check` and of the store, which reads every page. With `repair` bad pages are dropped.
-
-        Blocks: it waits for running writes until `deadline_s`, then reads the whole store.
-        """
-        return upkeep.verify(self, repair, deadline_s)
 
     def check(self) -> list[str]:
         """Ledgers and invariants; empty when all is right. Reads all books, so not for every step."""

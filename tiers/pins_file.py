@@ -11,6 +11,8 @@ from pathlib import Path
 from tierd.tiers.keys import KEY_BYTES
 from tierd.tiers.page import PageKey
 
+FILE_NAME = "pinned.json"  # in the directory of a store
+
 
 def read(file: Path | None) -> tuple[set[PageKey], dict[PageKey, float]]:
     """The keys in a file, those by hand and those with an end; none when it is not there or damaged."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,71 +15,16 @@ from tierd.tiers import pins_file
 from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
 from tierd.tiers.journal import What
 from tierd.tiers.keeps import Keeps
-from tierd.tiers.keys import unpack_tokens
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import Node
+from tierd.tiers.prefix_info import PrefixInfo, Run, Way, told
 
 if TYPE_CHECKING:
     from tierd.tiers.pager import Pager
     from tierd.tiers.shares import Share
 
-FILE_NAME = "pinned.json"  # in the directory of a store
 MIN_ID_DIGITS = 4
-PREVIEW_TOKENS = 64
 _KEPT_SHARE = 0.5  # of the largest tier: the other half is for work
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixInfo:
-    """One run of pages, up to a branch or an end. Tokens, pages and tiers are those of the whole way from the start.
-
-    Attributes:
-        id: hex; what `pin`, `unpin` and `drop` take, also shortened.
-        parent: id of the run before it, "" for the first.
-        tokens: from the start of the sequence to the end of this run.
-        own_tokens: of this run.
-        pages: on the whole way.
-        device, host, nvme: pages of the whole way with a copy there.
-        hits: of the last page: how often it was used since it was computed.
-        idle_s: since its last use.
-        pinned: the user, or a request, wants all of the way kept.
-        in_use: a running request has its last page.
-        head: the first tokens of this run, at most `PREVIEW_TOKENS`.
-    """
-
-    id: str
-    parent: str
-    tokens: int
-    own_tokens: int
-    pages: int
-    device: int
-    host: int
-    nvme: int
-    hits: int
-    idle_s: float
-    pinned: bool
-    in_use: bool
-    head: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Pages without a branch. `parent`: place of the run before it in the list, -1 for the first of a sequence."""
-
-    nodes: list[Node]
-    parent: int
-
-
-@dataclass(slots=True)
-class _Way:
-    """What lies between the start and a run."""
-
-    parent: str = ""
-    tokens: int = 0
-    pages: int = 0
-    device: int = 0
-    host: int = 0
-    nvme: int = 0
 
 
 class Prefixes:
@@ -96,6 +40,7 @@ class Prefixes:
     """
 
     def __init__(self, pager: Pager, file: Path | None, wall: Callable[[], float] = time.time) -> None:
+        self.gave_up = 0  # pages that somebody wanted kept, and that had to be let go
         self._pager = pager
         self._file = file
         self._wall = wall
@@ -108,11 +53,11 @@ class Prefixes:
         """The prefixes used last, the newest first, and how many there are in all."""
         found: list[tuple[float, PrefixInfo]] = []
         now_s = self._pager.page_time()
-        ways: list[_Way] = []
+        ways: list[Way] = []
         for run in self.runs():
-            info = self._info(run.nodes, ways[run.parent] if run.parent >= 0 else _Way(), now_s)
+            info = told(run.nodes, ways[run.parent] if run.parent >= 0 else Way(), now_s)
             found.append((run.nodes[-1].last_use_s, info))
-            ways.append(_Way(info.id, info.tokens, info.pages, info.device, info.host, info.nvme))
+            ways.append(Way(info.id, info.tokens, info.pages, info.device, info.host, info.nvme))
         found.sort(key=lambda item: item[0], reverse=True)
         return [info for _, info in found[:limit]], len(found)
 
@@ -190,6 +135,29 @@ class Prefixes:
             self._mark()
             self._save()
 
+    def give_up(self) -> int:
+        """Ends the pins and wishes of what only memory has; how many of their pages. Where nobody could go on else.
+
+        Such pages were to live on a disk that is full, or off, and hold memory that was meant for work.
+        """
+        lost = sum(node.kept and not node.durable for node in self._pager.index.nodes.values())
+        if lost:
+            self._end([key for key in (*self._pinned, *self._keeps) if not self._is_durable(key)])
+            self.gave_up += lost
+            self._tell(f"{lost} pages that were to be kept may go: nobody could go on else", None)
+        return lost
+
+    def clear(self) -> int:
+        """Ends every pin and every wish, those of pages too that nobody knows now; returns how many pins."""
+        pins = len(self._pinned)
+        self._end([*self._pinned, *self._keeps])
+        return pins
+
+    @property
+    def pins(self) -> int:
+        """Prefixes that are pinned by hand, whether their pages are known now or not."""
+        return len(self._pinned)
+
     def unpin(self, prefix: str) -> int:
         """Lets go of a prefix that was pinned, and of pinned ones that go on from it; returns how many pages.
 
@@ -229,14 +197,20 @@ class Prefixes:
         self._tell(f"a prefix of {len(nodes)} pages was dropped", None)
         return len(nodes)
 
-    def persist(self, prefix: str) -> int:
-        """Has the pages up to this one written before all others; returns how many are not durable yet.
+    def way(self, prefix: str) -> list[Node]:
+        """The pages up to this one, the last one first. A look at every page: raises PrefixUnknown."""
+        return self._way(self._find(prefix))
+
+    def persist(self, way: list[Node]) -> int:
+        """Has the pages of a way written before all others; returns how many are not durable yet.
 
         They are written whatever they are worth, within the budget of the day. To be asked again until it is 0. Raises
-        PrefixUnknown, and PrefixNotDurable when nothing can be written now.
+        PrefixUnknown when they are forgotten, and PrefixNotDurable when nothing can be written now.
         """
+        if not all(known.alive for known in way):
+            raise PrefixUnknown("the prefix was forgotten: there was no room for it")
         writeback = self._pager.writeback
-        missing = [known for known in self._way(self._find(prefix)) if not known.durable]
+        missing = [known for known in way if not known.durable]
         if missing and not writeback.on:
             raise PrefixNotDurable(f"the disk tier is off: {writeback.off_reason or 'there is none'}")
         writeback.admission.asked &= writeback.dirty.keys()  # what was asked for earlier and is gone since
@@ -282,31 +256,6 @@ class Prefixes:
     def _tell(self, text: str, node: Node | None) -> None:
         self._pager.residency.journal.tell(What.PREFIX, text, node)
 
-    def _info(self, run: list[Node], way: _Way, now_s: float) -> PrefixInfo:
-        last = run[-1]
-        head: list[int] = []
-        for node in run:
-            if len(head) >= PREVIEW_TOKENS:
-                break
-            head += unpack_tokens(node.packed)
-        own_tokens = sum(node.num_tokens for node in run)
-        counts = [sum(node.is_in(tier) for node in run) for tier in Tier]
-        return PrefixInfo(
-            id=last.key.hex(),
-            parent=way.parent,
-            tokens=way.tokens + own_tokens,
-            own_tokens=own_tokens,
-            pages=way.pages + len(run),
-            device=way.device + counts[Tier.DEVICE],
-            host=way.host + counts[Tier.HOST],
-            nvme=way.nvme + counts[Tier.NVME],
-            hits=last.hits,
-            idle_s=round(max(0.0, now_s - last.last_use_s), 1),
-            pinned=last.kept,
-            in_use=last.pins > 0,
-            head=tuple(head[:PREVIEW_TOKENS]),
-        )
-
     def _run(self, node: Node) -> list[Node]:
         """The pages from this one to the next branch or end. A branch, too, is where being pinned ends."""
         run, children = [node], self._pager.index.children
@@ -347,7 +296,9 @@ class Prefixes:
         wanted = prefix.lower()
         if len(wanted) < MIN_ID_DIGITS or not all(digit in "0123456789abcdef" for digit in wanted):
             raise PrefixUnknown(f"{prefix!r} is no id of a prefix: at least {MIN_ID_DIGITS} hexadecimal digits")
-        found = [node for key, node in self._pager.index.nodes.items() if key.hex().startswith(wanted)]
+        start = bytes.fromhex(wanted[: len(wanted) // 2 * 2])
+        nodes = self._pager.index.nodes.items()
+        found = [node for key, node in nodes if key.startswith(start) and key.hex().startswith(wanted)]
         if not found:
             raise PrefixUnknown(f"no prefix {prefix} is known")
         if len(found) > 1:
@@ -363,6 +314,17 @@ class Prefixes:
             if node.kept != (node.key in kept):
                 node.kept = not node.kept
                 self._pager.residency.settle(node)
+
+    def _end(self, keys: list[PageKey]) -> None:
+        """Forgets pins and wishes."""
+        self._pinned.difference_update(keys)
+        self._keeps.drop(set(keys))
+        self._mark()
+        self._save()
+
+    def _is_durable(self, key: PageKey) -> bool:
+        node = self._pager.index.get(key)
+        return node is None or all(known.durable for known in self._upwards(node))
 
     def _let_go(self, key: PageKey) -> None:
         """A wish has gone: its pages are kept on as far as another one, or a pin, needs them."""

@@ -83,6 +83,7 @@ class _Options(msgspec.Struct):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop: str | list[str] | None = None
+    kv_mode: str | None = None  # not of Ollama: what is kept of the context
     mirostat_tau: float | None = None  # they tune mirostat, which has to be off
     mirostat_eta: float | None = None
 
@@ -187,7 +188,7 @@ def duration_s(value: float | str) -> Duration:
 
 
 def _submit(given: _Common, **what: Any) -> Submit:
-    sampling, ctx = _sampling(given.options or {})
+    sampling, options = _sampling(given.options or {})
     for name in ("truncate", "shift"):
         if getattr(given, name):
             raise Unsupported(f"{name} is not supported: no context is cut", param=name)
@@ -197,13 +198,14 @@ def _submit(given: _Common, **what: Any) -> Submit:
     if given.logprobs or given.top_logprobs:
         logprobs = given.top_logprobs or 0
     return Submit(
-        model=model_name(given.model), sampling=sampling, ctx=ctx, format=_format(bytes(given.format)),
+        model=model_name(given.model), sampling=sampling, ctx=options.num_ctx, kv_mode=options.kv_mode,
+        format=_format(bytes(given.format)),
         thinking=given.think, logprobs=logprobs, **what,
     )  # fmt: skip
 
 
-def _sampling(options: Mapping[str, msgspec.Raw]) -> tuple[Sampling, int | None]:
-    """The options, and the context that they ask for."""
+def _sampling(options: Mapping[str, msgspec.Raw]) -> tuple[Sampling, _Options]:
+    """The options: as sampling, and all of them."""
     limits.check_count("options", options, limits.MAX_FIELDS)
     known = _Options.__struct_fields__
     for name, value in options.items():
@@ -231,7 +233,7 @@ def _sampling(options: Mapping[str, msgspec.Raw]) -> tuple[Sampling, int | None]
         seed=None if given.seed is None or given.seed < 0 else given.seed,
         stop=tuple(stop),
         max_tokens=None if given.num_predict is None or given.num_predict < 0 else given.num_predict,
-    ), given.num_ctx
+    ), given
 
 
 def _check_other(name: str, raw: bytes, known: Sequence[str]) -> None:

@@ -81,6 +81,8 @@ class Teller:
         finish = "length" if done["finish"] == "length" else "stop"
         line = {**self.line(), "done": True, "done_reason": finish, **_durations(usage, timings)}
         line["tierd"] = {"cached_tokens": usage.get("cached_tokens", 0), "stop": done.get("stop"), **timings}
+        if "kv_mode" in usage:
+            line["tierd"]["kv_mode"] = usage["kv_mode"]
         if "prompt" in done:
             line["context"] = [*done["prompt"], *self._said]
         return line

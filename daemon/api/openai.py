@@ -85,6 +85,7 @@ def parse_chat(body: bytes) -> Call:
         best_of=_or(chat.best_of, 1),
         keep=openai_fields.keep(chat.prompt_cache_retention, options.ttl if options else None, len(messages)),
         salt=chat.cache_salt or "",
+        kv_mode=chat.kv_mode,
     )
     return _call(chat, (submit,))
 
@@ -103,6 +104,7 @@ def parse_completion(body: bytes) -> Call:
         best_of=_or(given.best_of, 1),
         beam_width=given.beam_width or 0,
         salt=given.cache_salt or "",
+        kv_mode=given.kv_mode,
     )
     prompts = [msgspec.structs.replace(common, **fields) for fields in _prompts(given.prompt, common.n)]
     echo = ""

@@ -239,12 +239,12 @@ def sse_data(piece: Any) -> bytes:
     return b"data: " + msgspec.json.encode(piece) + b"\n\n"
 
 
-def usage(counts: Mapping[str, int], reasoning_tokens: int = 0) -> Usage:
+def usage(counts: Mapping[str, Any], reasoning_tokens: int = 0) -> Usage:
     """Token counts under OpenAI's names."""
     prompt, completion = counts.get("prompt_tokens", 0), counts.get("completion_tokens", 0)
     cached = counts.get("cached_tokens", 0)
     details = PromptDetails(cached, max(0, prompt - cached)), CompletionDetails(reasoning_tokens)
-    return Usage(prompt, completion, prompt + completion, *details)
+    return Usage(prompt, completion, prompt + completion, *details, counts.get("kv_mode", msgspec.UNSET))
 
 
 def _call_piece(piece: Mapping[str, Any]) -> CallPiece:

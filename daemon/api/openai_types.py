@@ -122,6 +122,7 @@ class Common(Struct):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    kv_mode: str | None = None
     guided_json: dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
@@ -179,6 +180,7 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    kv_mode: str | UnsetType = UNSET  # not of OpenAI: what was kept of the context, if not all
 
 
 class Alternative(Struct):

@@ -98,6 +98,7 @@ def parse(body: bytes) -> Call:
         logprobs=_logprobs(given),
         keep=openai_fields.keep(given.prompt_cache_retention, ttl, 0),
         salt=given.cache_salt or "",
+        kv_mode=given.kv_mode,
     )
     return Call(given, submit, namespaces, left_out)
 

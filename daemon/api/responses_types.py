@@ -89,6 +89,7 @@ class ResponseRequest(Struct):
     top_k: int | None = None
     min_p: float | None = None
     cache_salt: str | None = None
+    kv_mode: str | None = None
 
 
 # -- what goes out -------------------------------------------------------------------------------------------------

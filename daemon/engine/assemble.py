@@ -10,22 +10,25 @@ import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from tierd.daemon.config import EngineConfig
+from tierd.daemon.engine import draft
 from tierd.daemon.engine.backend import Backend, CpuBackend, OwnDecoder, choose
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.embed import Pooling
 from tierd.daemon.engine.foresight import Foresight
+from tierd.daemon.engine.guesses import Guesses
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.model import rope
 from tierd.daemon.engine.model.load import Vector
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
-from tierd.daemon.engine.speculate import Speculate
+from tierd.daemon.engine.speculate import Speculate, Speculator
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
 from tierd.daemon.engine.streams import Streams
@@ -49,8 +52,9 @@ from tierd.tiers.errors import StoreError
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
 from tierd.tiers.pager import Pager
-from tierd.tiers.prefixes import FILE_NAME as PINNED_NAME
+from tierd.tiers.pins_file import FILE_NAME as PINNED_NAME
 from tierd.tiers.prefixes import Prefixes
+from tierd.tiers.roots_file import FILE_NAME as TENANTS_NAME
 from tierd.tiers.staging import Staging
 from tierd.tiers.store import Store
 
@@ -135,7 +139,7 @@ def _build(
     host_slots = config.host_bytes // layout.record_bytes
     context = _context(config.context or manifest.context, manifest)
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
-    limits = Limits(max_rows, config.max_streams, layout.page_tokens)
+    limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput)
     frequencies = rope.frequencies(spec, context)
     root = root_key(_namespace(manifest, layout, frequencies, backend))
 
@@ -155,12 +159,12 @@ def _build(
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
     device, host = _arenas(slots, host_slots, layout, backend)
-    decoder = _decoder(backend, weights, layout, cos, sin, limits.max_rows, hooks)
+    decoder = _decoder(backend, weights, layout, (cos, sin), frequencies, limits.max_rows, hooks)
     resources.callback(decoder.close)
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = _facts(manifest, context, capacity_tokens)
+    facts = _facts(manifest, context, capacity_tokens, isinstance(backend, CpuBackend))
     remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
@@ -184,14 +188,16 @@ def _build(
     runner = Runner(decoder, layout, (device.memory, host.memory), staging, weights=weights)
     upkeep.warm(pager)
     prefixes = _keep_rules(config, pager, root)
-    streams = Streams(pager, runner, limits, clock, prefixes, Speculate(config.speculate))
+    guesses = _guesses(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
+    streams = Streams(pager, runner, limits, clock, prefixes, Speculator(Speculate(config.speculate), guesses))
     board = StatusBoard(manifest.name, context, streams, pager, clock, weights.statistics)
     loop = StepLoop(
         streams, pager, emit=hooks.emit, published=board.publish, died=hooks.died, clock=clock,
         max_requests=max_requests,
     )  # fmt: skip
     loops.append(loop)
-    foresight = Foresight(config, manifest, threads, context)
+    # It plans for processors: beside what a card measures its figures would mislead.
+    foresight = Foresight(config, manifest, threads, context) if isinstance(backend, CpuBackend) else None
     top = TopBoard(streams, pager, prefixes, config.kv_format, Beside(board.figures, weights, foresight))
     return Engine(
         manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights,
@@ -199,7 +205,7 @@ def _build(
     )  # fmt: skip
 
 
-def _facts(manifest: Manifest, context: int, capacity_tokens: int) -> Facts:
+def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool) -> Facts:
     """What requests are checked against."""
     return Facts(
         vocab=manifest.spec.vocab,
@@ -209,6 +215,7 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int) -> Facts:
         bos_id=manifest.bos_id,
         add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
+        bounded=bounded,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 
@@ -231,12 +238,32 @@ def _load_weights(
         ) from None
 
 
+def _guesses(
+    config: EngineConfig, manifest: Manifest, vocabulary: Vocabulary, backend: Backend, mover: Mover,
+    resources: contextlib.ExitStack, threads: int, note: Callable[[str], None],
+) -> Guesses | None:  # fmt: skip
+    """Those of the draft model, where there is one. Raises BadConfig when it does not go with this model."""
+    mode, off = Speculate(config.speculate), config.draft_off_reason
+    if config.draft_dir and not isinstance(backend, CpuBackend):
+        off = "a card has all weights in its memory, where a draft brings little"
+    if off:
+        note(f"the draft model is off: {off}")
+    if off or not config.draft_dir or mode is Speculate.OFF:
+        return None
+    model = draft.load(
+        Path(config.draft_dir), manifest, vocabulary, backend, mover, resources,
+        max_streams=config.max_streams, threads=threads, clock=time.monotonic,
+    )  # fmt: skip
+    return Guesses(model, mode, time.monotonic)
+
+
 def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:
     """What the user wants of the disk: how much is written to it in a day, and which prefixes stay."""
     if pager.store is None:
         return Prefixes(pager, None)
     stores = Path(config.cache_dir)
     pager.writeback.admission.budget = budget.WriteBudget(config.nvme_daily_writes_bytes, stores / budget.FILE_NAME)
+    pager.shares.remember(stores / root.hex() / TENANTS_NAME)
     return Prefixes(pager, stores / root.hex() / PINNED_NAME)
 
 
@@ -267,13 +294,19 @@ def _check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) ->
 
 
 def _decoder(
-    backend: Backend, weights: ModelWeights, layout: PageLayout, cos: Vector, sin: Vector, max_rows: int, hooks: Hooks
-) -> OwnDecoder:
+    backend: Backend, weights: ModelWeights, layout: PageLayout, tables: tuple[Vector, Vector],
+    frequencies: rope.Frequencies, max_rows: int, hooks: Hooks,
+) -> OwnDecoder:  # fmt: skip
     """The decoder on what it computes on. Raises BadConfig for what that can't do."""
+
+    def progress(done: int, total: int) -> None:
+        hooks.progress("kernels", done, total)
+
     try:
-        return backend.decoder(
-            weights, layout, cos, sin, max_rows, lambda done, total: hooks.progress("kernels", done, total)
-        )
+        if isinstance(backend, CpuBackend):
+            far = partial(rope.angles, frequencies)
+            return backend.decoder(weights, layout, *tables, max_rows, progress, far)
+        return backend.decoder(weights, layout, *tables, max_rows, progress)
     except ValueError as exc:
         raise BadConfig(f"{backend.name} can't run this: {exc}") from exc
 

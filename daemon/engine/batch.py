@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tierd.kernels.rows import Bound
+
 Ints = npt.NDArray[np.int32]
 Addresses = npt.NDArray[np.int64]
 
@@ -23,6 +25,7 @@ class Rows:
     start: int
     pages: Addresses
     sample: int  # logits are wanted of so many of the last rows
+    bound: Bound = Bound()  # what the rows see; it also says which `pages` are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Batch:
     pages: Addresses  # [P] of all sequences, end to end
     page_offsets: Ints  # [S + 1]
     logit_rows: Ints  # [L]
+    bounds: Ints | None = None  # [S, 4], where somebody has one
 
 
 def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
@@ -43,11 +47,15 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
     Raises ValueError when a sequence has no rows, or pages too few for them.
     """
     counts = [len(rows.tokens) for rows in sequences]
-    for rows, count in zip(sequences, counts, strict=True):
-        if not count or (rows.start + count) > len(rows.pages) * page_tokens:
+    held = [
+        rows.bound.lead + -(-(rows.start + count - rows.bound.base) // page_tokens)
+        for rows, count in zip(sequences, counts, strict=True)
+    ]
+    bounds = [rows.bound for rows in sequences]
+    for rows, count, needed in zip(sequences, counts, held, strict=True):
+        if not count or needed > len(rows.pages):
             raise ValueError(f"{count} rows at {rows.start} do not fit {len(rows.pages)} pages")
     ends = np.cumsum(counts, dtype=np.int32)
-    held = [-(-(rows.start + count) // page_tokens) for rows, count in zip(sequences, counts, strict=True)]
     return Batch(
         tokens=np.concatenate([np.asarray(rows.tokens, dtype=np.int32) for rows in sequences]),
         positions=np.concatenate(
@@ -63,4 +71,5 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
             [row for rows, end in zip(sequences, ends, strict=True) for row in range(end - rows.sample, end)],
             dtype=np.int32,
         ),
+        bounds=np.array(bounds, np.int32) if any(map(any, bounds)) else None,
     )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.logprobs import log_softmax
-from tierd.daemon.engine.sampler import largest
+from tierd.daemon.engine.sampler import BadLogits, largest
 from tierd.daemon.engine.scheduler import Phase, Stream
 from tierd.daemon.errors import Unsupported
 from tierd.daemon.protocol import Sampling, Submit
@@ -92,6 +92,8 @@ class BeamSearch:
         found: list[tuple[float, int, int]] = []
         for parent, (hypothesis, row) in enumerate(zip(self.running, logits, strict=True)):
             values = log_softmax(row)
+            if not np.isfinite(values[int(np.argmax(values))]):  # NaN wins an argmax
+                raise BadLogits("the model's output is not a number")
             found += [
                 (hypothesis.score + float(values[token]), parent, int(token))
                 for token in largest(row, min(count, row.size))

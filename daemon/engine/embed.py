@@ -9,10 +9,12 @@ reuse for the same purpose, are its own and are given back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
+import heapq
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -91,15 +93,51 @@ class EmbedArgs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
 
 
+class _Places:
+    """So many may be taken at once; whoever waits for one gets it in order of rank. Threading: event loop only."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: list[tuple[tuple[float, int], asyncio.Future[None]]] = []  # a heap; no two ranks are equal
+
+    @contextlib.asynccontextmanager
+    async def one(self, rank: tuple[float, int]) -> AsyncIterator[None]:
+        """A place. The lower rank goes first."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (rank, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it was its turn
+                    self._next()
+                raise
+        try:
+            yield
+        finally:
+            self._next()
+
+    def _next(self) -> None:
+        while self._waiting:
+            _, turn = heapq.heappop(self._waiting)
+            if not turn.done():  # nobody has stopped waiting for it
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
 class Embedder:
     """The operation `embed`: several prompts, one result. Threading: event loop only, apart from `ended`.
 
-    Only so many prompts of all operations together are in the step loop at once: places are left for answers.
+    Only so many prompts of all operations together are in the step loop at once: places are left for answers. The
+    others wait in the order in which the scheduler would take them.
     """
 
     def __init__(self, places: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._places = asyncio.Semaphore(places)
+        self._places = _Places(places)
         self._waiting: dict[int, asyncio.Future[Event]] = {}
         self._ids = itertools.count(-1, -1)  # never those of the front's requests
 
@@ -133,7 +171,7 @@ class Embedder:
         return {"vectors": [event.data["embedding"] for event in done], "usage": usage}
 
     async def _one(self, steps: StepLoop, request: Request) -> Event:
-        async with self._places:
+        async with self._places.one(request.rank):
             future = self._waiting[request.id] = self._loop.create_future()
             try:
                 steps.submit(request)

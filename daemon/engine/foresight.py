@@ -62,8 +62,8 @@ class Foresight:
     """Plans for an engine. Threading: `watch` on the step thread, `rows` on any one at a time.
 
     Args:
-        directory: of the model.
-        manifest: of the same.
+        config: of the engine.
+        manifest: of its model.
         threads: of the kernels.
         context: that is served, in tokens.
     """
@@ -170,7 +170,7 @@ class Foresight:
         if outcome is None:
             return None
         placed = task.placed
-        held = sizes.weights_bytes if placed is None else placed.resident_bytes + placed.ring_bytes + placed.rows_bytes
+        held = sizes.weights_bytes if placed is None else placed.memory_bytes
         return _Planned(outcome, held)
 
 

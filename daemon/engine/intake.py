@@ -28,6 +28,8 @@ from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.tool_formats import Dialect
 from tierd.daemon.engine.turns import Turn, Turns
 from tierd.daemon.errors import BadRequest, ContextLengthExceeded, Unsupported
+from tierd.daemon.kv_mode import EXACT, KvMode
+from tierd.daemon.kv_mode import parse as parse_mode
 from tierd.daemon.protocol import Message, Sampling, Submit, Tool, ToolCall
 
 _NEVER = -1e9  # a bias that no logit outweighs
@@ -45,6 +47,7 @@ class Facts:
     add_bos: bool
     sampling: Mapping[str, float]  # the model's own defaults
     pooling: Pooling = Pooling.MEAN  # what the model makes embeddings of
+    bounded: bool = True  # whether what it is computed on has bounded memory modes
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.context, self.capacity_tokens) < 1:
@@ -116,9 +119,13 @@ class Intake:
             beams.check(submit)
         found = self._prompt(submit, salt)
         prompt = found.tokens
-        limit = self._limit(submit.ctx)
+        mode = self._mode(submit)
+        limit = self._limit(submit.ctx, mode)
         if not prompt:
             raise BadRequest("the prompt is empty", hint="send at least one token", param="prompt")
+        if mode is not None and mode.endless:
+            limit += len(prompt)  # a context for the answer, unless it is said how long that may be
+            limit = max(limit, len(prompt) + (sampling.max_tokens or 0))
         # Of a resumed request the answer so far counts as answer: it may fill the context, the prompt may not.
         if len(prompt) >= limit:
             raise self._too_long(len(prompt), limit, submit)
@@ -146,6 +153,7 @@ class Intake:
             quota_pages=submit.quota_pages,
             logprobs=None if submit.logprobs is None else Logprobs(self._vocabulary, submit.logprobs),
             beams=self._beams(submit),
+            mode=mode,
             keep=self._keep(submit, found, salt),
             remember=None
             if submit.messages is None or submit.before
@@ -313,14 +321,33 @@ class Intake:
         ends = self.facts.end_ids | self._dialect.end_ids
         return ends | self._fim.end_ids if submit.suffix is not None and self._fim is not None else ends
 
-    def _limit(self, ctx: int | None) -> int:
+    def _mode(self, submit: Submit) -> KvMode | None:
+        """The bounded memory mode of a request. Raises BadRequest for one that cannot be."""
+        mode = parse_mode(submit.kv_mode or EXACT)
+        if mode is None:
+            return None
+        if not self.facts.bounded:
+            raise Unsupported(
+                f"kv_mode {mode} is not there on the card yet", hint='leave it out, or "exact"', param="kv_mode"
+            )
+        if submit.beam_width:
+            raise Unsupported("beam search keeps the whole context", hint="leave kv_mode out", param="kv_mode")
+        if mode.endless and mode.exact_tokens > self.facts.context:
+            raise BadRequest(
+                f"kv_mode {mode} sees {mode.exact_tokens} tokens, the model's context holds {self.facts.context}",
+                hint="choose a smaller window", param="kv_mode",
+            )  # fmt: skip
+        return mode
+
+    def _limit(self, ctx: int | None, mode: KvMode | None = None) -> int:
         if ctx is not None and ctx > self.facts.context:
             raise ContextLengthExceeded(
                 f"a context of {ctx} tokens was asked for, this model's is {self.facts.context}", param="ctx"
             )
         if ctx is not None and ctx < 2:
             raise BadRequest("ctx must hold at least a token of prompt and one of answer", param="ctx")
-        return min(ctx or self.facts.context, self.facts.capacity_tokens)
+        longest = ctx or self.facts.context
+        return min(longest, self.facts.capacity_tokens) if mode is None else longest
 
     def _too_long(self, used: int, limit: int, submit: Submit) -> ContextLengthExceeded:
         param = "prompt" if submit.messages is None else "messages"
@@ -331,8 +358,9 @@ class Intake:
                 hint="shorten it, or give more memory with --device-mem, --host-mem or --nvme-mem",
                 param=param,
             )
+        hint = "shorten it, or ask for more context with ctx" if limit < self.facts.context else "shorten it"
         return ContextLengthExceeded(
-            f"{what}; the context holds {limit}, the answer included", hint="shorten it", param=param
+            f"{what}; the context holds {limit}, the answer included", hint=hint, param=param
         )
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:

@@ -28,7 +28,8 @@ from tierd.tiers.staging import Staging
 from tierd.tiers.store import PageMeta, Store
 from tierd.tiers.store_io import aligned_block
 from tierd.tiers.weights_file import Span, WeightFile
-from tierd.tiers.weights_ring import Piece, WeightRing
+from tierd.tiers.weights_read import Piece
+from tierd.tiers.weights_ring import WeightRing
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
 PROMPT_ROWS = (64, 256)

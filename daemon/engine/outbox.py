@@ -47,7 +47,10 @@ class Outbox:
                 self._progress(request, now_s)
 
     def done(self, request: Request, finish: Finish) -> None:
-        """The end of an answer that is complete. The client gets all of its tokens, with text or without."""
+        """The end of an answer that is complete. The client gets all of its tokens, with text or without.
+
+        Raises what the answer can't be made of; then nothing is told.
+        """
         data: dict[str, object] = {"finish": finish.value, "usage": request.usage(), "timings": request.timings()}
         if request.stream.stop is not None:
             data["stop"] = request.stream.stop
@@ -64,6 +67,7 @@ class Outbox:
     def beams(self, request: Request) -> None:
         """The end of a beam search: the text of each answer; of several the end of each as well."""
         assert request.beams is not None
+        events: list[Event] = []  # told together, when no more can fail
         told, completion_tokens = request.beams.best(), 0
         data: dict[str, object]
         for choice, answer in enumerate(told):
@@ -74,13 +78,13 @@ class Outbox:
                 said.add(stream.push(token))
             said.add(stream.finish())
             which: dict[str, object] = {"choice": choice} if request.beams.answers > 1 else {}
-            self._events.append(Event(request.id, "text", {**said.data(), "tokens": tokens, **which}))
+            events.append(Event(request.id, "text", {**said.data(), "tokens": tokens, **which}))
             if which:
                 data = {**which, "finish": _finish(answer.ended), "stop": None}
-                self._events.append(Event(request.id, "choice", data))
+                events.append(Event(request.id, "choice", data))
         usage = request.usage(completion_tokens)
         data = {"finish": _finish(told[0].ended), "usage": usage, "timings": request.timings()}
-        self._events.append(Event(request.id, "done", data))
+        self._events += [*events, Event(request.id, "done", data)]
 
     def end(self, request: Request, event: str, data: Mapping[str, object]) -> None:
         """Any other end, after the text that there is."""

@@ -13,7 +13,8 @@ from tierd.daemon.engine.page_maps import DiskSketch
 from tierd.tiers.keys import TOKEN_BYTES
 from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
-from tierd.tiers.prefixes import PREVIEW_TOKENS, Prefixes, Run
+from tierd.tiers.prefix_info import PREVIEW_TOKENS, Run
+from tierd.tiers.prefixes import Prefixes
 
 MAX_PREFIXES = 10_000
 BEYOND = 0xFFFF  # number of a prefix that is not among the rows

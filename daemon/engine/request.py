@@ -12,6 +12,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from msgspec import UNSET
+
 from tierd.daemon.engine.answer import Said
 from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.beams import Beams
@@ -20,8 +22,9 @@ from tierd.daemon.engine.loading import rows_meanwhile
 from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.pace import Pace
 from tierd.daemon.engine.sampler import Sampler
-from tierd.daemon.engine.scheduler import Phase, Stream
+from tierd.daemon.engine.scheduler import Limits, Phase, Stream, pages_for
 from tierd.daemon.engine.speculate import Draft
+from tierd.daemon.kv_mode import KvMode
 from tierd.daemon.protocol import Timings, Usage
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
@@ -108,6 +111,7 @@ class Request:
     embedding: Embedding | None = None  # the vector of the prompt instead of an answer
     draft: Draft = field(default_factory=Draft)
     drafted: int = 0  # tokens of the draft that the next step should compute
+    mode: KvMode | None = None  # what a row sees, if it is not all before it
     keep: tuple[tuple[int, float], ...] = ()  # wishes that so many first tokens stay cached, for so many seconds
     remember: Callable[[Request], None] | None = None  # keeps the turn, once it is whole
     tell_prompt: bool = False  # its end has the tokens of the prompt
@@ -121,6 +125,21 @@ class Request:
     def private(self) -> bool:
         """Whether every row has to be computed here: no known page is of use to it, and none of its own to others."""
         return self.embedding is not None and self.embedding.needs_every_row
+
+    @property
+    def findable(self) -> list[int]:
+        """The tokens whose pages may be looked up, and one more: all, unless a mode changes what they hold."""
+        return self.tokens if self.mode is None else self.tokens[: self.mode.exact_tokens + 1]
+
+    @property
+    def exact(self) -> list[int]:
+        """The tokens whose computed pages may be known to others."""
+        end = self.computed if self.mode is None else min(self.computed, self.mode.exact_tokens)
+        return self.tokens[:end]
+
+    def most_pages(self, limits: Limits) -> int | None:
+        """Pages that it has at once at most, where a mode bounds them."""
+        return None if self.mode is None else pages_for(self.mode.most_tokens(limits.max_rows), limits.page_tokens) + 2
 
     @property
     def generated(self) -> int:
@@ -178,7 +197,7 @@ class Request:
     def _stop(self) -> Finish:
         return Finish.TOOL_CALLS if self.stream.told.calls else Finish.STOP
 
-    def seen(self, now_s: float, shared: int = 0) -> Stream:
+    def seen(self, now_s: float, limits: Limits, shared: int = 0) -> Stream:
         """What the scheduler sees of it. `shared`: pages of live requests that it needs as well."""
         seen = Stream(
             id=self.id,
@@ -190,7 +209,10 @@ class Request:
             drafted=self.drafted,
             waited_s=now_s - self.times.arrived_s,
             background=self.priority > 0,
+            restarts=self.private,
         )
+        if (most := self.most_pages(limits)) is not None:
+            seen = replace(seen, most_pages=most)
         lease = self.lease
         if lease is None:
             return seen
@@ -209,7 +231,12 @@ class Request:
     def usage(self, completion_tokens: int | None = None) -> Usage:
         """Token counts up to now. `completion_tokens`: of several answers together."""
         said = self.generated if completion_tokens is None else completion_tokens
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=said, cached_tokens=self.cached_tokens)
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=said,
+            cached_tokens=self.cached_tokens,
+            kv_mode=UNSET if self.mode is None else str(self.mode),
+        )
 
     def timings(self) -> Timings:
         """Measured times up to now. Rates count what this engine did, not what it resumed."""
@@ -229,6 +256,8 @@ class Request:
             recomputed=recomputed,
             queue_ms=_ms(times.admitted_s - times.arrived_s) if times.admitted_s else 0.0,
             restore_ms=_ms(times.restored_s - times.admitted_s) if times.restored_s else 0.0,
+            drafted=self.draft.drafted_tokens,
+            accepted=self.draft.right_tokens,
         )
 
 

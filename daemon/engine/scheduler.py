@@ -14,7 +14,8 @@
   the first in rank always goes on, and no two preempt each other in turn. While one gets no page, nobody is let in
   behind it. Alone, a stream may outgrow memory: then its pages spill to the store and are streamed from there.
 - What runs in the background (`tierd batch`, `/v1/batches`) takes every place that is free and gives one back as soon
-  as somebody in the foreground waits for it. Its tokens stay, and its full pages, so it goes on where it was.
+  as somebody in the foreground waits for it. Its tokens stay, and its full pages, so it goes on where it was; one that
+  keeps no pages (`embed`) stays once it has begun.
 - Rows are written on the device: a chunk takes no more pages than can be had there.
 """
 
@@ -56,6 +57,7 @@ class Limits:
     page_tokens: int
     target_step_s: float = 0.05  # 20 tokens a second and stream: faster than anybody reads
     prompt_step_s: float = 0.3  # of a step in which nobody decodes
+    throughput: bool = False  # nobody looks on: prompts take all the rows that a step may have
 
     def __post_init__(self) -> None:
         if self.max_streams < 1 or self.page_tokens < 1:
@@ -104,8 +106,10 @@ class Stream:
     width: int = 1  # sequences of equal length that it decodes at once
     missing: int = 0  # of several sequences: pages that they have to get for their next row
     drafted: int = 0  # rows beyond its known tokens that it would like to have when it decodes
+    most_pages: int = 1 << 62  # that it has at once
     waited_s: float = 0.0  # in the queue
     background: bool = False  # it gives its place to those in the foreground that rank before it
+    restarts: bool = False  # what it has computed is lost when it gives its pages back
 
     @property
     def remaining(self) -> int:
@@ -215,6 +219,8 @@ def prefill_rows(
 ) -> int:
     """Prompt rows a step may hold beside `decoding` streams. `prefilling`: who needs some, now or soon. `any_rows`: a
     step takes about as long for any number of them."""
+    if limits.throughput:
+        return limits.max_rows
     if not decoding:
         rows = limits.max_rows
         if not any_rows:
@@ -292,7 +298,13 @@ def _makes_place(streams: list[Stream], limits: Limits) -> int | None:
     first = next((stream for stream in streams if stream.phase is Phase.WAITING and not stream.background), None)
     if first is None or len(active) < limits.max_streams:
         return None
-    behind = [stream for stream in active if stream.background and stream.rank > first.rank]
+    behind = [
+        stream
+        for stream in active
+        if stream.background
+        and stream.rank > first.rank
+        and not (stream.restarts and stream.computed_tokens)  # it might never end
+    ]
     return max(behind, key=lambda stream: stream.rank).id if behind else None
 
 
@@ -308,7 +320,8 @@ def _admit(streams: list[Stream], free: int, limits: Limits) -> tuple[int, ...]:
             continue
         if not places:
             break
-        needed = pages_for(stream.known_tokens + 1, limits.page_tokens) + stream.width - 1 - stream.shared
+        needed = min(pages_for(stream.known_tokens + 1, limits.page_tokens), stream.most_pages)
+        needed += stream.width - 1 - stream.shared
         if needed <= free or not (active or admitted):
             admitted.append(stream.id)
             free -= needed
@@ -324,7 +337,8 @@ def _needed(stream: Stream, page_tokens: int) -> int:
     """Pages that an active one still needs for its known tokens, and one for each of its sequences to go on."""
     if stream.sequences > 1:
         return stream.width
-    return max(pages_for(stream.known_tokens, page_tokens) + stream.width - stream.pages - stream.shared, 0)
+    needed = min(pages_for(stream.known_tokens, page_tokens) + stream.width, stream.most_pages)
+    return max(needed - stream.pages - stream.shared, 0)
 
 
 def _smooth(old: float, new: float) -> float:

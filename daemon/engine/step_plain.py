@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tierd.daemon.engine import batch
+from tierd.daemon.engine import batch, bounded
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.runner import Logits, Runner
 from tierd.daemon.engine.scheduler import pages_for
@@ -26,7 +26,7 @@ def generate(pager: Pager, runner: Runner, request: Request, max_rows: int, cloc
 
     `runner` should be one with `overlap=False`.
     """
-    lease = pager.match(request.tokens, request.salt)
+    lease = pager.match(request.findable, request.salt)
     try:
         pager.fetch(lease, clock() + TIMEOUT_S)
         _wait(pager, clock, lambda: lease.ready or not pager.promoter.is_coming(lease))
@@ -37,7 +37,7 @@ def generate(pager: Pager, runner: Runner, request: Request, max_rows: int, cloc
                 if over is not None:
                     break
     finally:
-        pager.release(lease, request.tokens[: request.computed])
+        pager.release(lease, request.exact)
     return request.tokens[request.prompt_tokens :]
 
 
@@ -57,16 +57,18 @@ def _step(
     _wait(pager, clock, lambda: pager.allocate(lease, start, end) or lease.skip(start) > start)
     if not lease.has_slot(start // size):
         return None  # a streamed page has come back to memory just before it was to be computed
-    pages = pager.tables.addresses(lease, pages_for(end, size))
+    bound = bounded.bound_of(request, start, size)
+    first = bound.base // size
+    pages = pager.tables.addresses(lease, pages_for(end, size), first, bound.lead)
     is_last = end == len(request.tokens)
-    rows = batch.build([batch.Rows(request.tokens[start:end], start, pages, is_last)], size)
+    rows = batch.build([batch.Rows(request.tokens[start:end], start, pages, is_last, bound)], size)
     try:
-        logits = runner.run(rows, pager.tables.streamed(lease, pages))
+        logits = runner.run(rows, pager.tables.streamed(lease, pages, first, bound.lead))
     except StagingLost as lost:
         pager.tables.lose(lost, pager.leases)
         return None
     request.computed = end
-    pager.commit(lease, request.tokens[:end])
+    bounded.commit(pager, request, lease)
     return logits[0] if is_last else None
 
 

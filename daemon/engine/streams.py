@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from tierd.daemon.engine import fetch, scheduler, sharing
+from tierd.daemon.engine import bounded, fetch, scheduler, sharing
 from tierd.daemon.engine.beams import MAX_RESTARTS, Beams
 from tierd.daemon.engine.outbox import Outbox
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates, Snapshot
 from tierd.daemon.engine.sharing import Following
-from tierd.daemon.engine.speculate import Speculate, Speculator
+from tierd.daemon.engine.speculate import Speculator
 from tierd.daemon.engine.stepping import Logits, Steps, Work
 from tierd.daemon.errors import EngineFailed, OutOfSpace, TierdError, to_wire
 from tierd.daemon.protocol import Event
@@ -43,10 +43,10 @@ class Streams:
 
     def __init__(
         self, pager: Pager, runner: Runner, limits: Limits, clock: Callable[[], float],
-        prefixes: Prefixes | None = None, speculate: Speculate = Speculate.AUTO,
+        prefixes: Prefixes | None = None, speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self._pager = pager
-        self._prefixes = prefixes or Prefixes(pager, None)
+        self._prefixes = prefixes if prefixes is not None else Prefixes(pager, None)
         self._runner = runner
         self._limits = limits
         self._clock = clock
@@ -55,7 +55,7 @@ class Streams:
         self._outbox = Outbox()
         self._following: dict[int, Following] = {}  # as of the last snapshot
         self.totals = Totals()
-        self._steps = Steps(pager, runner, limits, clock, self.totals, Speculator(speculate))
+        self._steps = Steps(pager, runner, limits, clock, self.totals, speculator or Speculator())
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -74,7 +74,7 @@ class Streams:
         return self._runner.streaming | {"lost_steps": self.totals.lost_steps}
 
     @property
-    def speculation(self) -> dict[str, int | float | str]:
+    def speculation(self) -> dict[str, object]:
         """The setting, what was drafted, and what a drafted row costs, in steps."""
         drafted = {"drafted_tokens": self.totals.drafted_tokens, "right_drafts": self.totals.right_drafts}
         return self._steps.speculator.statistics() | drafted
@@ -97,7 +97,7 @@ class Streams:
         if width > min(self._limits.max_rows, self._pager.device.slots):
             most = min(self._limits.max_rows, self._pager.device.slots)
             self.fail(request, OutOfSpace(f"a step has room for {most} beams, not for {width}", param="beam_width"))
-        elif not self._fits(request):
+        elif not bounded.fits(self._pager, request):
             self.fail(request, fetch.no_room(self._pager, len(request.tokens)))
         elif (over := request.over) is not None:
             self._finish(request, over)
@@ -131,6 +131,8 @@ class Streams:
 
     def turn(self, awaited: Callable[[], bool] = lambda: False) -> bool:
         """One step. True when another turn should follow at once; else what moves pages wakes the loop, or time does.
+
+        `awaited`: whether somebody waits for the next turn by now. A long step that only computes prompts gives way.
 
         What goes wrong with one request ends that one. An exception comes out when the computation itself or the
         page table failed; `fail_all` is then the caller's next call.
@@ -173,7 +175,7 @@ class Streams:
             self._moved_s = self._still_s = now_s  # nobody waited for pages, however long ago the last turn was
         try:
             again = request.private or request.times.admitted_s > 0.0 or request.resumed > 0
-            known = [] if request.private else request.tokens
+            known = [] if request.private else request.findable
             lease = self._pager.match(
                 known, request.salt, again=again, tenant=request.tenant, quota_pages=request.quota_pages
             )
@@ -194,15 +196,10 @@ class Streams:
     def _arrive(self, now_s: float) -> None:
         """Take in what became of the pages of all requests."""
         for request in list(self._requests.values()):
-            if not self._fits(request):  # any more: a tier was turned off, or memory taken away
+            if not bounded.fits(self._pager, request):  # any more: a tier was turned off, or memory taken away
                 self.fail(request, fetch.no_room(self._pager, len(request.tokens)))
             elif request.lease is not None:
                 self._advance(request, request.lease, now_s)
-
-    def _fits(self, request: Request) -> bool:
-        """Whether there are pages for it at all. Without keys, pages can go nowhere: they stay on the device."""
-        pages = self._pager.device.slots if request.private else self._pager.capacity_pages
-        return len(request.tokens) <= pages * self._limits.page_tokens
 
     def _advance(self, request: Request, lease: Lease, now_s: float) -> None:
         """Where a request stands: past what is there, before what is to be computed or waited for."""
@@ -210,6 +207,9 @@ class Streams:
             self._advance_beams(request, request.beams)
             return
         self._pager.tables.refresh(lease)
+        if lease.dropped and lease.absent:
+            self._preempt(request)  # a page with sinks is lost: what would compute it anew is gone, too
+            return
         if request.phase is Phase.FETCHING:
             if not fetch.may_compute(self._pager, request, lease, now_s):
                 return
@@ -223,7 +223,7 @@ class Streams:
             if lease.private and not self._pager.writable_pages:
                 self._pager.committer.shorten(lease)
         if request.phase is Phase.PREFILL:
-            if not request.private and (pages := self._pager.adopt(lease, request.tokens)):
+            if not request.private and (pages := self._pager.adopt(lease, request.findable)):
                 size = self._limits.page_tokens
                 self.totals.cached_tokens += request.spare(pages * size, len(lease.nodes) * size)
             request.computed = lease.skip(request.computed)
@@ -270,7 +270,7 @@ class Streams:
             end = item.chunk.start + item.chunk.count
             if not isinstance(exc, TierFull):
                 self.fail(item.request, exc)
-            elif max(end, *(part.lease.reached for part in item.parts)) > capacity:
+            elif max(end, *(part.lease.reached for part in item.parts)) > capacity and item.request.mode is None:
                 self.fail(item.request, fetch.no_room(self._pager, end))
             else:
                 self._preempt(item.request)  # its own newest page is in the way of an older one: begin again
@@ -285,7 +285,7 @@ class Streams:
             self._still_s = now_s  # what a pause holds up may go on when it is over
         if (waited_s := now_s - self._moved_s) > STUCK_S or now_s - self._still_s > STILL_S:
             self._moved_s = self._still_s = now_s
-            if pages := self._pager.evictor.let_kept_go():
+            if pages := self._prefixes.give_up():
                 log.error("no pages for %.0f s: %d that were to be kept may go", waited_s, pages)
                 return
             last = max(active, key=lambda request: request.rank)
@@ -334,7 +334,7 @@ class Streams:
         request.farthest = max(request.farthest, request.computed)
         size = self._limits.page_tokens
         if not request.private and request.computed // size > before // size:
-            self._pager.commit(lease, request.tokens[: request.computed])
+            bounded.commit(self._pager, request, lease)
             self._accept(request, lease)
 
     def _keep(self, request: Request, lease: Lease) -> None:
@@ -359,36 +359,31 @@ class Streams:
             request.tokens[request.prompt_tokens :] = beams.search.running[0].tokens
             return
         request.tokens[request.prompt_tokens :] = beams.best()[0].tokens
-        self._leave(request)
         self._outbox.beams(request)
-        self._let_go(request)
+        self._leave(request)
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, finish: Finish) -> None:
         if request.remember is not None:
             request.remember(request)
+        self._outbox.done(request, finish)  # raises before it tells anything: then the request fails as any other
         self._leave(request)
-        self._outbox.done(request, finish)
-        self._let_go(request)
 
     def _end(self, request: Request, event: str, data: Mapping[str, object]) -> None:
-        self._leave(request)
         self._outbox.end(request, event, data)
-        self._let_go(request)
+        self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        """The one way out: this, then the terminal event, then `_let_go`, which may fail."""
+        """The one way out, after the terminal event: nothing but giving back its pages can fail any more."""
         assert request.phase is not Phase.FINISHED
         del self._requests[request.id]
-        if not self._requests:
-            self._runner.rest()
-
-    def _let_go(self, request: Request) -> None:
         try:
             self._release(request)
         finally:
             request.phase = Phase.FINISHED
+            if not self._requests:
+                self._runner.rest()
 
     def _release(self, request: Request) -> None:
         """Give the lease back with every token that is complete in its pages: full ones and the tail stay known."""
@@ -397,6 +392,6 @@ class Streams:
             request.computed = 0
             request.beams.release(self._pager, request)
         elif lease is not None:
-            computed = request.computed if request.phase is not Phase.FETCHING and not request.private else 0
+            known = request.exact if request.phase is not Phase.FETCHING and not request.private else []
             request.computed = 0
-            self._pager.release(lease, request.tokens[:computed])
+            self._pager.release(lease, known)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from tierd.daemon.engine import page_events, sequence_rows
 from tierd.daemon.engine.foresight import Foresight, Row, Seen
@@ -27,13 +26,13 @@ from tierd.daemon.engine.prefix_tree import PrefixTree, TreeWalk
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.errors import BadRequest, NotFound, TierdError
 from tierd.daemon.machine import Sizes
-from tierd.tiers.errors import PageLost, StoreBroken
 from tierd.tiers.journal import MAX_ENTRIES, What
 from tierd.tiers.keys import unpack_tokens
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.pager import Pager
 from tierd.tiers.prefix import Node
 from tierd.tiers.prefixes import Prefixes
+from tierd.tiers.promote import Verdict
 
 if TYPE_CHECKING:
     from tierd.daemon.engine.assemble import Engine
@@ -44,6 +43,7 @@ BUSY_SLICE_S, IDLE_SLICE_S = 0.004, 0.02
 FIRST_BUSY_SLICE_S, FIRST_IDLE_SLICE_S = 0.02, 0.1  # nothing at all is known of the tree: once, 10,000 or 50,000 pages
 TAKEN_AT_ONCE = 4000  # pages
 SHARE = 1 / 400  # of the step thread's time, for looking and for walking
+CHECK_S = 2.0  # for the disk to read a page that somebody looks at
 UNWATCHED_S = 10.0  # nobody has asked for so long: the books need not be followed any more
 PREVIEW_CHARS = 80
 TEXTS_AT_ONCE = 100  # requests need the tokenizer as well
@@ -181,9 +181,9 @@ class TopBoard:
             raise BadRequest(f"page: {str(exc).replace('`', '')}") from None
         if asked.key:
             key = _key(asked.key)
-            call = engine.loop.call(lambda: self.page_of(key))
+            call, is_read = engine.loop.call(lambda: self.page_of(key)), False  # a jump: where it leads is looked at
         elif (tier := Tier.__members__.get(asked.tier.upper())) is not None and asked.tier.islower():
-            call = engine.loop.call(lambda: self.page(tier, asked.slot))
+            call, is_read = engine.loop.call(lambda: self.page(tier, asked.slot)), True
         else:
             raise BadRequest("tier must be device, host or nvme", param="tier")
         told: dict[str, Any] | None = await asyncio.wrap_future(call)
@@ -192,8 +192,35 @@ class TopBoard:
             raise NotFound(f"no known page lies in {where}", param="slot" if not asked.key else "key")
         packed = told.pop("packed")
         loop = asyncio.get_running_loop()
+        if is_read and told["checksum"] is not None:
+            told["checksum"] = await self._checksum(engine, PageKey(bytes.fromhex(told["key"])))
         text = await loop.run_in_executor(tokenizer, engine.intake.text_of, unpack_tokens(packed))
         return told | {"text": text, "format": self._format}
+
+    async def _checksum(self, engine: Engine, key: PageKey) -> str | None:
+        """Whether the copy on disk is what was written, for which it is read; None where there is none any more."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[str] = loop.create_future()
+
+        def take(verdict: Verdict) -> None:
+            if not found.done():
+                found.set_result(verdict.value)
+
+        def tell(verdict: Verdict) -> None:
+            loop.call_soon_threadsafe(take, verdict)
+
+        def begin() -> bool:
+            node = self._pager.index.get(key)
+            if node is None or not node.durable:
+                return False
+            self._pager.promoter.inspect(node, tell)
+            return True
+
+        if not await asyncio.wrap_future(engine.loop.call(begin)):
+            return None
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(found, CHECK_S)
+        return Verdict.UNREAD.value
 
     async def _planned(self, picture: Picture) -> dict[str, Any]:
         """Plan and measurement. Made on a thread of its own: the step thread and this one go on meanwhile."""
@@ -311,26 +338,8 @@ class TopBoard:
                 one.name.lower(): slot for one in Tier if (slot := self._sketches[one].slot_of(node)) >= 0
             },
             "victim_rank": heaps[tier].before(node) if may_go else None,
-            "checksum": self._checksum(node),
+            "checksum": Verdict.UNREAD.value if node.durable else None,
         }
-
-    def _checksum(self, node: Node) -> str | None:
-        """Whether the copy on disk is what was written, which it is read for; None where there is none."""
-        pager = self._pager
-        if not node.durable:
-            return None
-        if pager.store is None or not pager.writeback.on or node.moves or node.writing:
-            return "unread"
-        try:
-            pager.store.read_into(node.key, np.empty(pager.device.record_bytes, np.uint8))
-        except PageLost:
-            pager.residency.take(node, Tier.NVME)  # the store has set it aside
-            pager.residency.settle(node)
-            return "bad"
-        except StoreBroken as exc:
-            pager.writeback.turn_off(str(exc))
-            return "unread"
-        return "good"
 
     def _plan_of(self) -> tuple[Seen, Sizes, int] | None:
         """What the plan is made of: the load, the sizes of the tiers, and the memory that weights take."""

@@ -18,6 +18,7 @@ import msgspec
 
 from tierd.daemon.config import Settings
 from tierd.daemon.door import Door
+from tierd.daemon.exclusive import Exclusive, Plan
 from tierd.daemon.machine import Machine
 from tierd.daemon.metrics import Metrics
 from tierd.daemon.models import catalog
@@ -116,18 +117,22 @@ class Front:
 
     def __init__(
         self, settings: Settings, max_loaded: int = 1, command: tuple[str, ...] = FAKE_ENGINE,
-        machine: Machine | None = None,
+        machine: Machine | Callable[[], Machine] | None = None, plan_block: Plan | None = None,
     ) -> None:  # fmt: skip
         self.settings = settings
         self.metrics = Metrics()
-        prepare = Preparer(settings) if machine is None else Preparer(settings, lambda cache_dir: machine)
+        if machine is None:
+            prepare = Preparer(settings)
+        else:
+            prepare = Preparer(settings, lambda cache_dir: machine() if callable(machine) else machine)
         self.prepare = prepare
         self.supervisor = Supervisor(
             prepare, on_ready=prepare.note, on_end=prepare.give_back, keep_alive_s=settings.keep_alive_s,
             max_loaded=max_loaded, command=command, pinned=settings.pinned_models,
             on_death=lambda name: self.metrics.engine_deaths.update([name]),
         )  # fmt: skip
-        self.service = Service(settings, self.supervisor, self.metrics, prepare.resize)
+        exclusive = Exclusive(self.supervisor, plan_block or prepare.plan_block, prepare.give_block)
+        self.service = Service(settings, self.supervisor, self.metrics, prepare.resize, exclusive)
         self.server = Server(self.service)
         self.path = settings.socket
         self.wires: list[Wire] = []
@@ -150,10 +155,11 @@ def make_settings(tmp_path: Path, **changes: Any) -> Settings:
 
 @contextlib.asynccontextmanager
 async def running(
-    settings: Settings, max_loaded: int = 1, command: tuple[str, ...] = FAKE_ENGINE, machine: Machine | None = None
-) -> AsyncIterator[Front]:
-    """`machine`: what the front takes this one for."""
-    front = Front(settings, max_loaded, command, machine)
+    settings: Settings, max_loaded: int = 1, command: tuple[str, ...] = FAKE_ENGINE,
+    machine: Machine | Callable[[], Machine] | None = None, plan_block: Plan | None = None,
+) -> AsyncIterator[Front]:  # fmt: skip
+    """`machine`: what the front takes this one for. `plan_block`: says what an exclusive batch gets."""
+    front = Front(settings, max_loaded, command, machine, plan_block)
     door = Door(settings.socket)
     keep_alive = asyncio.create_task(front.supervisor.keep_alive())
     try:

@@ -281,8 +281,8 @@ def salts(rng: random.Random) -> Iterator[Case]:
     salt: Any = rng.choice(["", "\0", "/..", "\U0001f600" * 50, "x" * 10**6, 5, [], {}, "a\nb", " ", "\u202e"])
     field = rng.choice(["cache_salt", "prompt_cache_key", "user", "safety_identifier", "service_tier"])
     yield Case("salts", post(_OPENAI, chat(_OPENAI, **{field: salt})), refused=False)
-    field = rng.choice(["tenant", "resume", "quota_pages", "request_id", "priority", "__proto__",
-    "kv_transfer_params"])
+    field = rng.choice(["tenant", "resume", "quota_pages", "request_id", "priority", "__proto__", "prompt_embeds",
+                        "kv_transfer_params"])  # fmt: skip
     yield Case("fields of ours", post(_OPENAI, chat(_OPENAI, **{field: salt})), refused=False)
 
 

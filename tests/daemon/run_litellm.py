@@ -14,6 +14,7 @@ from typing import Any
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks the network for a list of prices
 
 import litellm
+from sdk_daemon import crowded
 
 URL = sys.argv[1]
 ASK: dict[str, Any] = {"model": "openai/alpha", "api_base": f"{URL}/v1", "api_key": "any", "temperature": 0,
@@ -96,6 +97,17 @@ def timeout() -> Any:
     return litellm.completion(**ask("!hang"), timeout=0.5) and None
 
 
+def busy() -> Any:
+    with crowded(URL, 8):
+        return litellm.completion(**ask()) and None
+
+
+def tried_again() -> Any:
+    with crowded(URL, 8) as leave_after:
+        leave_after(0.5)
+        return litellm.completion(**ask(num_retries=3, max_retries=3)).choices[0].message.content
+
+
 def broken_stream() -> Any:
     return list(litellm.completion(**ask("!always=0", model="openai/beta"), stream=True)) and None
 
@@ -112,7 +124,7 @@ def asynchronous() -> Any:
 if __name__ == "__main__":
     told: dict[str, Any] = {}
     for check in (plain, streamed, tools, tools_streamed, tools_answered, schema, thinking, response, embedded,
-                  too_long, no_model, timeout, broken_stream, asynchronous):  # fmt: skip
+                  too_long, no_model, timeout, busy, tried_again, broken_stream, asynchronous):  # fmt: skip
         try:
             told[check.__name__] = check()
         except Exception as exc:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from front_harness import Daemon, make_model
 
@@ -40,3 +45,34 @@ def served(root: Path, **changes: Any) -> Iterator[Served]:
         yield Served(root, daemon)
     finally:
         daemon.end()
+
+
+@contextlib.contextmanager
+def crowded(url: str, count: int) -> Iterator[Callable[[float], None]]:
+    """So many requests that never end; the function that is given makes them leave after a time in seconds."""
+    body = json.dumps({"model": "alpha", "prompt": "!hang", "stream": True})
+    there = []
+    for _ in range(count):
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        there.append((connection, response))
+        assert response.status == 200, response.read()
+
+    def leave() -> None:
+        for connection, response in there:
+            response.close()
+            connection.close()
+
+    timers: list[threading.Timer] = []
+
+    def leave_after(seconds: float) -> None:
+        timers.append(threading.Timer(seconds, leave))
+        timers[-1].start()
+
+    try:
+        yield leave_after
+    finally:
+        for timer in timers:
+            timer.join()
+        leave()

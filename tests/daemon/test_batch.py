@@ -283,6 +283,25 @@ def test_an_output_without_permission(target: Path) -> None:
         Output(target)
 
 
+def test_who_may_read_an_output(target: Path, tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with Output(target), Output(tmp_path / "private.jsonl", 0o600) as private:
+            assert target.stat().st_mode & 0o777 == 0o644  # as any tool's
+            assert private.path.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("text", ['{"custom_id": "a"}', ""])
+def test_no_more_is_looked_at_than_asked_for(source: Path, text: str) -> None:
+    write(source, line("a"), text, "{")
+    with Requests(source, {}, max_lines=3) as requests:
+        assert not requests.is_too_long and requests.problems[-1].number == 3
+    with Requests(source, {}, max_lines=2) as requests:
+        assert requests.is_too_long and requests.total == 1 and requests.problem_count == bool(text)
+
+
 def test_a_full_disk_is_told_and_its_half_line_is_dropped(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,7 @@ def test_an_error_after_text_begins_on_a_new_line(how: str, capsys: pytest.Captu
     ("finish", "tokens", "max_tokens", "remark"),
     [
         ("stop", 9, 9, ""),
-        ("length", 9, 9, "(cut at 9 tokens; OPTION allows more)\n"),
+        ("length", 9, 9, ""),
         ("length", ANSWER_TOKENS, None, f"(cut at {ANSWER_TOKENS:,} tokens; OPTION allows more)\n"),
         ("length", 9, None, "(cut at 9 tokens; the context is full)\n"),
     ],

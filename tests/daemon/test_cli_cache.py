@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 from cli_rig import Cli
 
+from tierd.daemon import cli_cache
 from tierd.daemon.kv_quota import LOCK_NAME
+from tierd.tiers import pins_file
+from tierd.tiers.keys import KEY_BYTES
+from tierd.tiers.page import PageKey
 
 
 @pytest.fixture
@@ -41,6 +45,22 @@ def test_clear_without_a_daemon_spares_what_is_open(cli: Cli) -> None:
         cleared = cli("cache", "clear", "--yes", "--json").json
     assert cleared["freed_bytes"] > 0 and cleared["left"] == ["bb" * 16]
     assert not closed.exists() and held.exists()
+
+
+def test_clear_says_how_many_pins_go_and_takes_them(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [PageKey(bytes([number]) * KEY_BYTES) for number in range(3)]
+    for name, pinned in (("aa" * 16, keys[:2]), ("bb" * 16, keys[2:])):
+        pins_file.write(make_store(cli, name) / pins_file.FILE_NAME, pinned, {keys[0]: 5.0})
+    held, asked = cli.home / "cache" / "kv" / ("bb" * 16), []
+    monkeypatch.setattr(cli_cache, "confirm", lambda question, *, yes: asked.append(question))
+    with (held / LOCK_NAME).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = cli("cache", "clear").out
+    assert asked[0].endswith("? 3 pinned prefixes go with them.")
+    assert said.startswith("2 prefixes pinned no more\n")
+    assert cli("cache", "clear", "--json").json["removed_pins"] == 1
+    assert asked[1].endswith("? 1 pinned prefix goes with them.")
+    assert cli("cache", "clear").out == "0 B of disk given back\n" and asked[2].endswith("?")
 
 
 def test_clear_asks_the_daemon(cli: Cli) -> None:

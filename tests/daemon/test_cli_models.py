@@ -16,6 +16,7 @@ from front_harness import make_model
 from tierd.daemon.errors import DownloadFailed
 from tierd.daemon.models import catalog, digests
 from tierd.daemon.models import pull as pull_module
+from tierd.daemon.plan.known import known_shape
 
 
 @pytest.fixture
@@ -70,6 +71,16 @@ def test_show(cli: Cli, alpha: Path) -> None:
     assert not re.search(r"[\[\]{}]|None|\d{9}\.", " ".join(lines.values())), "no Python"
     said = cli("show", "beta")
     assert said.code == 1 and said.hinted
+
+
+def test_show_tells_of_experts(cli: Cli, alpha: Path) -> None:
+    spec = known_shape("qwen3-30b-a3b").spec
+    manifest = msgspec.structs.replace(catalog_manifest(alpha), spec=spec)
+    (alpha / catalog.MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    lines = dict(line.split(maxsplit=1) for line in cli("show", "alpha").out.splitlines())
+    assert lines["model"] == "qwen3_moe, 30,532 M parameters, 48 layers"
+    assert lines["experts"] == "128 in each of 48 layers, 8 of them for a token, which uses 3,353 M parameters"
+    assert cli("show", "alpha", "--json").json["active_parameters"] == spec.active_parameters
 
 
 def test_show_verify(cli: Cli, alpha: Path) -> None:
@@ -134,11 +145,22 @@ def test_pull(cli: Cli, pulled: dict[str, Any]) -> None:
     said = cli("pull", "hf:a/b", "--name", "n", "--weights", "int8", "--force", "--offline")
     assert said.code == 0
     assert "download 50% 50 of 100" in said.err and "alpha is ready" in said.out
+    assert callable(pulled.pop("choose"))
     assert pulled == {
         "ref": "hf:a/b", "models_dir": cli.home / "models", "cache_dir": cli.home / "cache", "name": "n",
         "weights": "int8", "offline": True, "force": True,
     }  # fmt: skip
     assert cli("pull", "hf:a/b", "--json").json["name"] == "alpha"
+
+
+@pytest.mark.parametrize(("memory", "format"), [("8GB", None), ("200MB", "int8-g32")])
+def test_a_format_is_chosen_by_the_memory_for_weights(
+    cli: Cli, pulled: dict[str, Any], memory: str, format: str | None
+) -> None:
+    said = cli("pull", "hf:a/b", "--weights-mem", memory)
+    spec = known_shape("smollm2-135m").spec
+    assert pulled["choose"](spec, "bf16", 270_000_000) == format
+    assert said.code == 0 and pulled["weights"] is None
 
 
 def test_a_pull_that_fails(cli: Cli, pulled: dict[str, Any]) -> None:

@@ -77,6 +77,12 @@ def test_what_does_not_fit_ends_with_1_and_the_nearest_plan(prepared):
     assert "pages of one sequence take 377 MB, and there is room for 100 MB" in plan["why"][0]
 
 
+def test_more_than_the_model_reaches_is_told(prepared):
+    plan = prepared("plan", "smollm2:135m", "--json", "--ctx", "16384").json
+    assert plan["why"][-1] == "smollm2-135m reaches 8,192 tokens: tierd refuses more"
+    assert "reaches" not in prepared("plan", "smollm2:135m", "--ctx", "8192").out
+
+
 def test_a_config_alone(cli, tmp_path):
     config = {
         "model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512,

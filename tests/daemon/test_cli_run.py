@@ -97,7 +97,7 @@ def test_json(cli: Cli) -> None:
 def test_options_reach_the_request(cli: Cli) -> None:
     words = (
         "--system be-brief --temperature 0 --top-k 4 --top-p 0.5 --min-p 0.1 --max-tokens 9 --seed 7 --stop x --stop y "
-        "--ctx 64 --repetition-penalty 1.1"
+        "--ctx 64 --repetition-penalty 1.1 --kv-mode window=64"
     ).split()
     with cli.front() as front:
         assert cli("run", *words, "alpha", "echo a").code == 0
@@ -106,7 +106,7 @@ def test_options_reach_the_request(cli: Cli) -> None:
     sampling = submit.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 4, 0.5, 0.1)
     assert (sampling.max_tokens, sampling.seed, sampling.stop, submit.ctx) == (9, 7, ("x", "y"), 64)
-    assert sampling.repetition_penalty == 1.1
+    assert sampling.repetition_penalty == 1.1 and submit.kv_mode == "window=64"
 
 
 @pytest.mark.parametrize("words", [["alpha"], ["alpha", "-"]])
@@ -127,6 +127,7 @@ def test_the_standard_input(cli: Cli, words: list[str]) -> None:
         (["alpha", "a", "--seed", "9" * 23], b"", "--seed"),
         (["alpha", "a", "--top-k", "9" * 23], b"", "--top-k"),
         (["alpha", "a", "--ctx", "9" * 23], b"", "--ctx"),
+        (["alpha", "a", "--kv-mode", "windw=64"], b"", "kv_mode knows no 'windw'"),
         (["alpha", "a\udcff"], b"", "the prompt is not valid text"),
         (["alpha", "a", "--system", "\udcff"], b"", "--system is not valid text"),
         (["alpha", "a", "--stop", "\udcff"], b"", "--stop is not valid text"),

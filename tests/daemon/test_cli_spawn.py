@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from cli_rig import Cli
 
+from tierd.daemon.cli_common import load_settings
+from tierd.daemon.cli_run import started
 from tierd.daemon.cli_spawn import unwritable, wait_until_gone
+from tierd.daemon.errors import BadConfig
 
 
 @pytest.fixture
@@ -74,3 +77,30 @@ def test_a_start_that_fails_tells_why(cli: Cli) -> None:
     said = cli("start")
     assert said.code != 0
     assert said.err.startswith("error: ") and "Traceback" not in said.err
+
+
+def test_a_start_that_can_not_load_its_model_leaves_no_daemon(cli: Cli) -> None:
+    said = cli("start", "--model", "nope")
+    assert said.code != 0 and "the daemon is stopped again" in said.err and "nope" in said.err
+    assert cli("status").code == 69
+    assert cli("start").code == 0
+    assert "stopped again" not in cli("start", "--model", "nope").err  # it was there before
+    assert cli("status").code == 0 and cli("stop").code == 0
+
+
+def test_a_daemon_started_for_a_command_with_settings_that_can_not_work_ends_with_it(cli: Cli) -> None:
+    settings = load_settings({})
+    with pytest.raises(BadConfig), started(settings, {}):
+        assert cli("status").code == 0
+        raise BadConfig("a context of 100000 tokens")
+    assert cli("status").code == 69
+    assert cli("start").code == 0
+    with pytest.raises(BadConfig), started(settings, {}):
+        raise BadConfig("a context of 100000 tokens")
+    assert cli("status").code == 0 and cli("stop").code == 0
+
+
+def test_where_http_listens_is_known_as_soon_as_the_socket_answers(cli: Cli) -> None:
+    assert cli("start", "--listen", "127.0.0.1:0").code == 0
+    assert cli("status", "--json").json["http"].startswith("http://127.0.0.1:")
+    assert cli("stop").code == 0

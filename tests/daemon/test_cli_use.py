@@ -25,11 +25,23 @@ def test_ps(cli: Cli) -> None:
     with cli.front() as front:
         front.answers["ps"] = {"engines": [ENGINE]}
         table = cli("ps").out.splitlines()
-        assert cli("ps", "--json").json == {"engines": [ENGINE]}
+        assert cli("ps", "--json").json == {"engines": [ENGINE], "exclusive": None}
     assert table[0].split() == [
         "MODEL", "STATE", "PID", "MEMORY", "RUNNING", "WAITING", "WRITTEN", "TODAY", "UNLOADS", "IN",
     ]  # fmt: skip
     assert table[1].split() == ["alpha", "ready", "7", "1.5", "GB", "2", "0", "-", "15m"]
+
+
+def test_a_batch_that_has_the_machine_for_itself_is_shown(cli: Cli) -> None:
+    told = {"model": "alpha", "streams": 64, "stage": "running", "done": 12, "total": 100, "left_s": 300.0}
+    with cli.front() as front:
+        front.answers["ps"] = {"engines": [ENGINE], "exclusive": told}
+        front.answers["status"] = {"state": "ready", "exclusive": told}
+        shown = "a batch is alone with alpha, 64 at once: 12 of 100 requests, 5m left"
+        assert shown in cli("ps").err and f"batch    {shown}" in cli("status").out
+        assert cli("ps", "--json").json["exclusive"] == told
+        told |= {"streams": None, "stage": "waiting for running answers"}
+        assert "a batch is alone with alpha: waiting for running answers" in cli("ps").err
 
 
 def test_ps_tells_what_was_written(cli: Cli) -> None:
@@ -53,6 +65,17 @@ def test_resize(cli: Cli) -> None:
         assert front.requests[-1].args == {"model": "alpha", "host_bytes": 1 << 20, "timeout_s": 30.0}
 
 
+def test_resize_to_what_the_daemon_would_choose_and_how_much_of_the_weights_is_in_memory(cli: Cli) -> None:
+    with cli.front() as front:
+        sizes = {"model": "alpha", "device_bytes": 10**9, "host_bytes": 0, "weights_total_bytes": 3 * 10**9}
+        front.answers["resize"] = sizes | {"weights_bytes": 2 * 10**9}
+        said = cli("resize", "--device-mem", "auto", "--weights-mem", "2GB").out
+        assert front.requests[-1].args["device_bytes"] == "auto"
+        assert said.endswith("2.0 GB of 3.0 GB of weights, the rest is streamed\n")
+        front.answers["resize"] = sizes | {"weights_bytes": 3 * 10**9}
+        assert cli("resize", "--weights-mem", "auto").out.endswith("all 3.0 GB of weights\n")
+
+
 def test_resize_that_is_refused(cli: Cli) -> None:
     with cli.front() as front:
         front.answers["resize"] = OutOfSpace("3 pages are fewer than the 9 that running requests need")
@@ -60,7 +83,7 @@ def test_resize_that_is_refused(cli: Cli) -> None:
     assert said.code == 1 and "fewer than the 9" in said.err
 
 
-@pytest.mark.parametrize("words", [[], ["--device-mem", "much"], ["--device-mem", "auto"], ["--host-mem", "-1"]])
+@pytest.mark.parametrize("words", [[], ["--device-mem", "much"], ["--host-mem", "-1"]])
 def test_resize_needs_a_size(cli: Cli, words: list[str]) -> None:
     with cli.front() as front:
         assert cli("resize", *words).code == 2

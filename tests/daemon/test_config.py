@@ -76,7 +76,7 @@ def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Pat
     texts = {
         "models_dir": str(tmp_path / "m"), "cache_dir": str(tmp_path / "c"), "socket": str(tmp_path / "s"),
         "listen": "localhost:1", "api_key": "k", "device_mem": "1GB", "host_mem": "2GiB", "nvme_mem": "0",
-        "weights_mem": "3GB", "speculate": "off",
+        "weights_mem": "3GB", "speculate": "off", "kv_mode": "window=64", "draft": "smollm2:135m",
         "nvme_min_free": "auto", "nvme_daily_writes": "50GB",
         "threads": "3", "kv_format": "bf16", "ctx": "4096", "max_batch": "64",
         "max_streams": "4", "max_queue": "5", "keep_alive": "never", "log_level": "debug", "log_format": "json",
@@ -144,6 +144,14 @@ def test_a_bad_flag_is_named(env: dict[str, str], file: Path) -> None:
     formats = "fp32, fp16, bf16, fp8, k8v8, k8v4, k4v8, k4v4"
     with pytest.raises(BadConfig, match=f"--kv-format must be one of {formats}, not 'int8'"):
         load({"kv_format": "int8"}, env, file)
+
+
+def test_a_memory_mode(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    assert load({"kv_mode": "window=64, sinks=4"}, env, file).settings.kv_mode == "sinks=4,window=64"
+    assert load({}, env | {"TIERD_KV_MODE": "exact"}, file).settings.kv_mode == ""
+    with pytest.raises(BadConfig, match=r"TIERD_KV_MODE must be a mode such as .* a window of 16 .* not 'window=3'"):
+        load({}, env | {"TIERD_KV_MODE": "window=3"}, file)
 
 
 def test_every_page_format_is_a_setting(env: dict[str, str], file: Path) -> None:

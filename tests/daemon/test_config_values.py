@@ -142,3 +142,11 @@ def test_private_file(tmp_path: Path) -> None:
     assert values.private_file(str(tmp_path / "keys")) == tmp_path / "keys"
     with pytest.raises(ValueError, match="a file"):
         values.private_file(tmp_path)
+
+
+def test_a_model_or_none() -> None:
+    assert values.model_or_none(" smollm2:135m ") == "smollm2:135m"
+    assert values.model_or_none("") == values.model_or_none("off") == ""
+    for bad in ("two words", 5, None):
+        with pytest.raises(ValueError, match="or empty"):
+            values.model_or_none(bad)

@@ -7,22 +7,28 @@ import contextlib
 import os
 import random
 import resource
+import socket
 import statistics
 import struct
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from socket import SO_LINGER, SOL_SOCKET
+from typing import Any
 from urllib.parse import urlsplit
 
 import hostile
+import msgspec
 import pytest
 from fake_engine import whole_text
 from front_harness import Daemon, Wire, set_options, text
 
+from tierd.daemon.protocol import Request, Sampling, Submit, encode
+
 GROWTH_BYTES = 32 << 20
-SLOW = {"stream": True, "prompt": "!big=20000 slow", "max_tokens": 4000}
-SHORT = {"stream": True, "prompt": "short", "max_tokens": 5}  # it fits into buffers: complete, and never read
+SLOW: dict[str, Any] = {"stream": True, "prompt": "!big=20000 slow", "max_tokens": 4000}
+# It fits into buffers: complete, and never read.
+SHORT: dict[str, Any] = {"stream": True, "prompt": "short", "max_tokens": 5}
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +66,15 @@ class Crowd:
     @contextlib.asynccontextmanager
     async def at(cls, daemon: Daemon):
         wire = await Wire.connect(daemon.socket)
-        status = await wire.call("status")
-        while not status["http"]:
-            await asyncio.sleep(0.02)
-            status = await wire.call("status")
+        port = urlsplit((await wire.call("status"))["http"]).port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(hostile.head("GET", "/health"))
+        assert b" 200 " in await reader.read()  # from now on nothing is opened any more that stays open
+        writer.close()
         await wire.call("load", model="alpha")
-        crowd = cls(daemon, wire, urlsplit(status["http"]).port)
+        crowd = cls(daemon, wire, port)
         yield crowd
-        await until(crowd.is_alone)
+        await crowd.until_alone()
         await wire.close()
 
     async def is_alone(self) -> bool:
@@ -75,6 +82,13 @@ class Crowd:
         status = await self.wire.call("status")
         engine = status["engines"][0]
         return status["queue"]["live"] == 0 and engine["running"] == 0 and files_of(self.pid) <= self.files
+
+    async def until_alone(self) -> None:
+        try:
+            await until(self.is_alone)
+        except TimeoutError:
+            status = await self.wire.call("status")
+            raise AssertionError(f"{files_of(self.pid)} files of {self.files}: {status}") from None
 
     async def http(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
@@ -145,24 +159,51 @@ async def disconnects(crowd: Crowd, count: int, at_once: int, seed: int) -> None
             await leave_at_random(crowd, random.Random(f"{seed} {number}"))
 
     await asyncio.gather(*(one(number) for number in range(count)))
-    await until(crowd.is_alone)
+    await crowd.until_alone()
 
 
-async def slow_readers(crowd: Crowd, count: int) -> list[asyncio.StreamWriter]:
-    """Clients of both doors that read nothing of a long answer, or of a short one."""
-    writers = []
-    for number in range(count):
-        asked = SLOW if number % 4 < 2 else SHORT
-        if number % 2:
-            reader, writer = await crowd.http()
-            writer.write(hostile.post("/v1/completions", {"model": "alpha", **asked}))
-        else:
-            wire = await Wire.connect(crowd.daemon.socket)
-            wire.generate(1, asked["prompt"], max_tokens=asked["max_tokens"])
-            writer = wire.writer
-        writer.transport.pause_reading()
-        writers.append(writer)
-    return writers
+class SlowReaders:
+    """Clients of both doors that read nothing, or a byte a second, of a long answer or a short one; or half-asked."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self._crowd = crowd
+        self._socks: list[socket.socket] = []
+        self._dripping: list[socket.socket] = []
+        self._drip: asyncio.Task[None] | None = None
+
+    async def come(self, count: int) -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(count):
+            asked = SLOW if number % 4 < 2 else SHORT
+            if number % 2:
+                sock, address = socket.socket(), ("127.0.0.1", self._crowd.port)
+                data = hostile.post("/v1/completions", {"model": "alpha", **asked})
+            else:
+                sock, address = socket.socket(socket.AF_UNIX), str(self._crowd.daemon.socket)
+                sampling = Sampling(max_tokens=asked["max_tokens"])
+                submit = Submit("alpha", prompt=asked["prompt"], sampling=sampling)
+                data = encode(Request(1, "generate", msgspec.to_builtins(submit)))
+            self._socks.append(sock)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address)
+            await loop.sock_sendall(sock, data[: len(data) // 2] if number % 5 == 4 else data)
+        self._dripping = self._socks[::5]
+        self._drip = asyncio.create_task(self._drip_on())
+
+    async def _drip_on(self) -> None:
+        while True:
+            for sock in self._dripping:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    sock.recv(1)
+            await asyncio.sleep(1.0)
+
+    async def go(self) -> None:
+        if self._drip is not None:
+            self._drip.cancel()
+            await asyncio.wait([self._drip])
+        for sock in self._socks:
+            sock.close()
+        self._socks.clear()
 
 
 def test_50_connections_of_each_kind_and_80_disconnects(daemon, fake_models):
@@ -186,10 +227,10 @@ def test_1000_connections_of_each_kind_at_once(daemon):
     async def across():
         async with Crowd.at(one) as crowd:
             await hold(crowd, 1000)
-            await until(crowd.is_alone)
+            await crowd.until_alone()
             grown = rss_bytes(crowd.pid) - crowd.rss
             await hold(crowd, 1000)
-            await until(crowd.is_alone)
+            await crowd.until_alone()
             assert rss_bytes(crowd.pid) - crowd.rss < grown + GROWTH_BYTES / 4  # the second time costs nothing more
 
     asyncio.run(across())
@@ -224,12 +265,13 @@ def test_200_slow_readers_cost_others_nothing(daemon, fake_models):
             alone, among = [], []
             for number in range(5):
                 alone.append(await crowd.steady(100, f"a{number}"))
-                writers = await slow_readers(crowd, 200)
+                slow = SlowReaders(crowd)
+                await slow.come(200)
                 await until(lambda: cut(crowd), 60.0)
                 among.append(await crowd.steady(100, f"b{number}"))
-                for writer in writers:
-                    writer.transport.abort()
-                await until(crowd.is_alone)
+                await slow.go()
+                await crowd.until_alone()
+            print(f"tokens/s beside them / alone: {statistics.median(among) / statistics.median(alone):.3f}")
             assert statistics.median(among) > 0.97 * statistics.median(alone), (alone, among)
             assert rss_bytes(crowd.pid) - crowd.rss < 200 * (256 << 10)
 

@@ -26,10 +26,10 @@ async def real(models_dir, tmp_path):
         yield front
 
 
-async def ask(front, *, temperature=0.0, kill_after=None):
+async def ask(front, *, temperature=0.0, kill_after=None, **more):
     """The events of one answer; the engine is killed after so many tokens."""
     sampling = Sampling(max_tokens=48, temperature=temperature, seed=5)
-    submit = Submit(MODEL, messages=(Message("user", QUESTION),), sampling=sampling)
+    submit = Submit(MODEL, messages=(Message("user", QUESTION),), sampling=sampling, **more)
     wire = await front.connect()
     wire.send(1, "generate", **msgspec.to_builtins(submit))
     events, tokens = [], 0
@@ -63,3 +63,21 @@ async def test_prefixes_outlive_an_unload(real):
     done = (await ask(real))[-1].data
     assert done["usage"]["cached_tokens"] == cold["prompt_tokens"] - 1
     assert done["timings"]["hit_nvme"] == done["usage"]["cached_tokens"]
+
+
+async def test_a_memory_mode_is_the_daemons_or_that_of_the_request(models_dir, tmp_path):
+    mode = "sinks=4,window=48"
+    settings = make_settings(
+        tmp_path, models_dir=models_dir, device_mem=256 << 20, host_mem=0, nvme_mem=512 << 20, kv_mode=mode
+    )
+    async with running(settings, command=WORKER) as front:
+        bounded, broken = await ask(front), await ask(front, kill_after=10)
+        exact = await ask(front, kv_mode="exact")
+        one, two = [
+            (await ask(front, kv_mode="window=10000", **more))[-1].data["usage"] for more in ({}, {"n": 2})
+        ]
+    assert text(broken) == text(bounded) != text(exact)
+    assert bounded[-1].data["usage"]["kv_mode"] == mode
+    assert "kv_mode" not in exact[-1].data["usage"]
+    assert one["kv_mode"] == two["kv_mode"] == "window=10000"
+    assert two["completion_tokens"] == 2 * one["completion_tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 
 import pytest
@@ -11,6 +12,7 @@ from front_harness import Front, make_settings, running, set_options, text, unti
 from tests.daemon.engine.rig import Rig
 from tierd.daemon import heart
 from tierd.daemon.engine.status import StatusBoard
+from tierd.daemon.errors import EngineFailed
 from tierd.daemon.heart import HANG_S, STEPS_OF_PATIENCE, UNKNOWN_HANG_S, UNKNOWN_ROW_S, Heart, Pulse
 
 BUSY = {"uptime_s": 5.0, "steps": 9, "running": 1, "waiting": 0, "step": {"rows": 1, "for_s": 0.0, "expected_s": 0.02}}
@@ -78,6 +80,8 @@ class Asked:
 
     def __init__(self, row_s: float) -> None:
         self.rig = Rig(slots=256, max_rows=600, context=900)
+        streams = self.rig.streams
+        streams._limits = dataclasses.replace(streams._limits, throughput=True)  # steps as long as can be
         self.board = StatusBoard("m", 900, self.rig.streams, self.rig.pager, self.rig.clock)
         self.pulse = Pulse(self.rig.clock.now_s)
         self.killed = False
@@ -135,6 +139,20 @@ async def test_an_engine_that_stands_still_is_replaced_and_its_streams_go_on(fro
         events = await wire.until_end(1)
     assert events[-1].ev == "done" and text(events)
     assert told and all(line.startswith("WATCHDOG=1\nSTATUS=") for line in told)
+
+
+async def test_an_engine_that_hangs_with_nothing_but_embeddings_is_ended(front: Front, fake_models, monkeypatch):
+    monkeypatch.setattr(heart, "HANG_S", 0.3)
+    set_options(fake_models / "alpha", status=BUSY)
+    await front.service.load("alpha")
+    engine, beats = front.engine(), Heart(front.supervisor, lambda told: None)
+    call = asyncio.create_task(engine.call("embed", {"inputs": ["!hang"]}, 60.0))
+    async with asyncio.timeout(20):
+        while front.supervisor.engines.get("alpha") is engine:
+            await beats.beat()
+            await asyncio.sleep(0.05)
+    with pytest.raises(EngineFailed):
+        await call
 
 
 async def test_systemd_is_told_after_each_round(fake_models, tmp_path, monkeypatch):

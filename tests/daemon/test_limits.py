@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tierd.daemon.errors import BadRequest
-from tierd.daemon.limits import check_submit, fitted
+from tierd.daemon.limits import check_submit, fitted, with_mode
 from tierd.daemon.protocol import Format, Keep, Message, Sampling, Submit, Tool, ToolCall
 
 CONTEXT = 4096
@@ -54,6 +54,7 @@ def check(**fields):
         {"frequency_penalty": 2.0}, {"seed": -1}, {"seed": (1 << 63) - 1}, {"stop": ("x" * 256,) * 16},
         {"max_tokens": 1}, {"max_tokens": CONTEXT}, {"logit_bias": dict.fromkeys(range(1024), -100.0)},
         {"messages": (Message("system", ""), Message("user", "hi"))}, {"tokens": (0, 5)}, {"ctx": 16}, {"ctx": CONTEXT},
+        {"kv_mode": "window=16"}, {"kv_mode": "exact"}, {"kv_mode": "sinks=4,window=64", "max_tokens": 1 << 20},
         {"priority": 100}, {"n": 1}, {"n": 64}, {"n": 3, "best_of": 3}, {"best_of": 64}, {"beam_width": 32, "n": 32},
         {"logprobs": 0}, {"logprobs": 20}, {"salt": "x" * 256}, {"salt": "\0/../é"}, {"prompt": "x", "suffix": ""},
         {"messages": HI, "before": (0, 7)},
@@ -136,6 +137,9 @@ def test_within(fields):
         ({"format": Format("json_schema", " " * (256 << 10) + "{}")}, "format.source"),
         ({"format": Format("regex", "")}, "format.source"), ({"format": Format("regex", "x" * 8193)}, "format.source"),
         ({"format": Format("grammar", "x" * 65537)}, "format.source"),
+        ({"kv_mode": "window=9"}, "kv_mode"), ({"kv_mode": "x"}, "kv_mode"), ({"kv_mode": "x" * 99}, "kv_mode"),
+        ({"kv_mode": "window=64", "max_tokens": CONTEXT + 1}, "max_tokens"),
+        ({"kv_mode": "sinks=4,window=64", "max_tokens": (1 << 24) + 1}, "max_tokens"),
     ],
 )  # fmt: skip
 def test_beyond(fields, param):
@@ -149,6 +153,18 @@ def test_more_tokens_than_the_context_are_fitted_into_it():
     assert fitted(within, CONTEXT) is within and fitted(Submit("m", prompt="x"), 5).sampling.max_tokens is None
     sampling = Sampling(max_tokens=CONTEXT + 1, top_k=3)
     assert fitted(Submit("m", prompt="x", sampling=sampling), CONTEXT) == within
+
+
+def test_text_without_an_end_is_not_fitted_into_the_context():
+    long = Submit("m", prompt="x", sampling=Sampling(max_tokens=CONTEXT + 1), kv_mode="sinks=4,window=64")
+    assert fitted(long, CONTEXT) is long
+
+
+def test_the_daemons_memory_mode_is_for_requests_that_leave_it_open():
+    open_, exact, beams = Submit("m", prompt="x"), Submit("m", kv_mode="exact"), Submit("m", beam_width=2)
+    found = with_mode([open_, exact, beams], "window=64")
+    assert [one.kv_mode for one in found] == ["window=64", "exact", None]
+    assert with_mode([open_], "") == [open_]
 
 
 def test_no_input_at_all():

@@ -20,6 +20,10 @@ ENGINE = {
     "writes": {"written_bytes": 10, "skipped_pages": 1, "refused_pages": 0, "today_bytes": 9, "daily_bytes": 100},
     "store": {"lost_pages": 0, "failure": ""},
     "streaming": {"read_bytes": 3, "waited_s": 0.1, "ring_bytes": 4, "lost_steps": 0},
+    "speculation": {"mode": "auto", "drafted_tokens": 30, "right_drafts": 20,
+                    "draft": {"drafted_tokens": 12, "right_drafts": 9, "spent_s": 0.5, "memory_bytes": 7}},
+    "weights": {"memory_bytes": 50, "nvme_bytes": 900, "read_bytes": 1800, "waited_s": 0.5, "uses": 20, "hits": 18,
+                "retries": 1, "lost": 0, "bytes_per_s": 2000},
 }  # fmt: skip
 TIMINGS = {"queue_ms": 30.0, "restore_ms": 400.0, "hit_device": 16, "hit_host": 0, "hit_nvme": 200}
 
@@ -83,6 +87,19 @@ def test_links_writes_and_streaming_of_each_engine():
     assert {s.labels["model"]: s.value for s in found["tierd_engine_up"].samples} == {ENGINE["model"]: 1, "new": 0}
 
 
+def test_streamed_weights_of_each_engine():
+    found = families(Metrics(), ENGINE, {"model": "resident", "state": "ready", "weights": {}})
+    told = {
+        name: family.samples[0].value for name, family in found.items()
+        if name.startswith("tierd_weights_") and len(family.samples) == 1
+    }  # fmt: skip
+    assert told == {
+        "tierd_weights_memory_bytes": 50, "tierd_weights_disk_bytes": 900, "tierd_weights_read_bytes": 1800,
+        "tierd_weights_wait_seconds": 0.5, "tierd_weights_uses": 20, "tierd_weights_hits": 18,
+        "tierd_weights_retries": 1, "tierd_weights_lost": 0, "tierd_weights_bytes_per_second": 2000,
+    }  # fmt: skip
+
+
 def test_what_is_not_finite_is_not_counted():
     histogram = Histogram((1.0,))
     for value in (float("nan"), float("inf"), -float("inf"), 0.5, 2.0):
@@ -119,3 +136,11 @@ def test_the_dashboard_asks_for_metrics_that_exist():
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24 and panel["title"] and panel["targets"]
         assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+
+
+def test_what_was_drafted():
+    found = families(busy(), ENGINE)
+    names = ("drafted_tokens", "accepted_tokens", "draft_model_drafted_tokens", "draft_model_accepted_tokens")
+    assert [found[f"tierd_{name}"].samples[0].value for name in names] == [30, 20, 12, 9]
+    assert found["tierd_draft_model_spent_seconds"].samples[0].value == 0.5
+    assert found["tierd_draft_model_memory_bytes"].samples[0].value == 7

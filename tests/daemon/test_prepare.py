@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
-from front_harness import make_settings
+import pytest
+from front_harness import make_model, make_settings, running
 
 from tierd.daemon import kv_quota
 from tierd.daemon.config import EngineConfig
+from tierd.daemon.errors import ModelNotFound
+from tierd.daemon.machine import Machine
 from tierd.daemon.prepare import Preparer
 from tierd.daemon.supervisor import Model
 
@@ -34,3 +39,39 @@ async def test_the_store_of_an_engine_is_remembered(front):
     await front.service.load("alpha")
     (namespace,) = kv_quota.namespaces(front.settings.cache_dir / "kv")
     assert namespace.model == "alpha" and namespace.open
+
+
+async def test_what_was_chosen_is_told_with_its_reasons(tmp_path):
+    make_model(tmp_path / "models", "large", weights_bytes=40 << 20)
+    async with running(make_settings(tmp_path, weights_mem=30 << 20)) as front:
+        await front.service.load("large")
+        (row,) = (await front.service.status())["engines"]
+    chosen = row["chosen"]
+    assert chosen["weights_bytes"] == 30 << 20 and chosen["weights_format"] == "fp32"
+    assert chosen["max_streams"] == 16 and chosen["kv_format"] == "fp32"
+    (why,) = chosen["why"]
+    assert "as int8-g32 they would take some" in why and "--weights int8-g32" in why
+
+
+async def test_the_draft_model_has_its_memory_beside_the_others(tmp_path):
+    models = tmp_path / "models"
+    make_model(models, "large", weights_bytes=400 << 20)
+    make_model(models, "small", weights_bytes=40 << 20)
+    settings = make_settings(tmp_path, draft="small")
+    machine = Machine(8 << 30, 8 << 30, 10 << 30)
+
+    async def prepared(name, ram, **changes):
+        prepare = Preparer(dataclasses.replace(settings, **changes), lambda _dir: machine._replace(available_ram=ram))
+        return msgspec.json.decode(await prepare(Model(name, models / name), {}), type=EngineConfig)
+
+    with_it = await prepared("large", 2 << 30)
+    without = await prepared("large", 2 << 30, draft="")
+    assert with_it.draft_dir == str(models / "small") and without.draft_dir == ""
+    used, free = (one.device_bytes + one.host_bytes + one.weights_bytes for one in (with_it, without))
+    assert used < free - (36 << 20)
+    assert (await prepared("small", 2 << 30)).draft_dir == ""  # it does not guess for itself
+    assert (await prepared("large", 2 << 30, speculate="off")).draft_dir == ""
+    tight = await prepared("large", (540 << 20), host_mem=0)
+    assert tight.draft_dir == "" and "not all weights would stay in memory" in tight.draft_off_reason
+    with pytest.raises(ModelNotFound, match="draft model"):
+        await prepared("large", 2 << 30, draft="nobody")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 
 import pytest
 from front_harness import make_model, make_settings, running, set_options, text, until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierd.daemon import prepare, supervisor
 from tierd.daemon.child import EngineState
 from tierd.daemon.errors import OutOfSpace
 from tierd.daemon.machine import Machine
-from tierd.daemon.room import Arenas, Held, divide, left_of, regrown
+from tierd.daemon.room import Arenas, Held, divide, left_of, regrown, total_of
 
 GB = 4096 * 250_000
 BYTES = st.integers(0, 20 * GB)
@@ -41,6 +44,26 @@ def test_no_room_where_weights_would_not_fit_or_pages_would_be_too_few():
     assert divide(10 * GB, held, GB, GB) == ({"a": Arenas(2 * GB, GB)}, Arenas(2 * GB, GB))
     assert divide(10 * GB, held, GB + 1, GB) is None
     assert divide(10 * GB, held, GB, 2 * GB + 1) is None
+
+
+@given(usable=st.integers(0, 100 * GB), held=HELD, fixed=BYTES, least=BYTES, wish=st.builds(Arenas, BYTES, BYTES))
+def test_a_wish_is_met_whole_or_not_at_all(usable, held, fixed, least, wish):
+    division = divide(usable, held, fixed, least, wish)
+    if division is None:
+        return
+    assert division.newcomer == wish
+    for name, arenas in division.others.items():
+        assert arenas.device >= min(least, held[name].arenas.device)
+        assert arenas.device <= held[name].arenas.device and arenas.host <= held[name].arenas.host
+    taken = [wish, *division.others.values(), *(Arenas(0, one.fixed) for one in held.values())]
+    assert sum(map(sum, taken)) + fixed <= usable
+
+
+def test_a_wish_is_met_by_the_others_and_beyond_their_arenas_by_free_memory():
+    held = {"a": Held(Arenas(4 * GB, 2 * GB), GB)}
+    assert divide(10 * GB, held, GB, GB, Arenas(3 * GB, 0)) == ({"a": Arenas(GB, 2 * GB)}, Arenas(3 * GB, 0))
+    assert divide(10 * GB, held, GB, GB, Arenas(5 * GB, 0)) == ({"a": Arenas(2 * GB, GB)}, Arenas(5 * GB, 0))
+    assert divide(9 * GB, held, GB, GB, Arenas(5 * GB, 0)) is None
 
 
 @given(cap=st.builds(Arenas, BYTES, BYTES), held=HELD)
@@ -137,6 +160,72 @@ async def test_pinned_models_stay(tmp_path, machine):
         await front.service.load("beta")
 
 
+async def test_memory_that_lacks_for_a_moment_is_looked_for_again(fake_models, tmp_path, machine, monkeypatch):
+    free = [machine.available_ram]
+    with_free = lambda: machine._replace(available_ram=free[0])  # noqa: E731
+    async with _front(tmp_path, with_free, pinned_models=("alpha",)) as front:
+        await front.service.load("alpha")
+        alone = await _arenas(front, "alpha")
+        free[0] = GB
+        with pytest.raises(OutOfSpace):
+            await front.service.load("beta")
+        assert await _arenas(front, "alpha") == alone, "it had made room for nothing"
+        await front.service.resize("alpha", {"device_bytes": GB, "host_bytes": 0})
+        await front.service.load("beta")
+        await front.service.unload("beta")
+        await front.service.resize("alpha", {"device_bytes": alone.device, "host_bytes": alone.host})
+        monkeypatch.setattr(supervisor, "CROWDED_S", 0.2)
+        with pytest.raises(OutOfSpace):
+            await front.service.load("beta")
+        free[0] = machine.available_ram
+        await until(lambda: front.supervisor._crowded["beta"][1] < time.monotonic())
+        await front.service.load("beta")
+
+
+async def test_who_shrank_for_nothing_grows_again(fake_models, tmp_path, machine, monkeypatch):
+    make_model(tmp_path / "models", "gamma")
+    async with _front(tmp_path, machine, pinned_models=("alpha", "beta")) as front:
+        await front.service.load("beta")
+        await front.service.load("alpha")
+        set_options(fake_models / "beta", refuse_resize=True)
+        front.engine("beta").kill()
+        await until(lambda: "beta" not in front.supervisor.engines)
+        await front.service.load("beta")
+        both = [await _arenas(front, name) for name in ("alpha", "beta")]
+        monkeypatch.setattr(prepare, "LEAST_ARENA_BYTES", GB)
+        with pytest.raises(OutOfSpace, match="gamma does not fit"):
+            await front.service.load("gamma")
+        assert [await _arenas(front, name) for name in ("alpha", "beta")] == both
+
+
+async def test_what_the_others_give_up_counts_as_free(fake_models, tmp_path, machine):
+    """The arenas of the first one are full, and hardly anything else is free."""
+    fronts = []
+
+    def probe():
+        held = fronts[0].prepare._held
+        return machine._replace(available_ram=8 * GB - sum(held["alpha"].arenas)) if held else machine
+
+    async with _front(tmp_path, probe) as front:
+        fronts.append(front)
+        await front.service.load("alpha")
+        assert probe().available_ram < (await _arenas(front, "alpha")).device // 2
+        await front.service.load("beta")
+        assert set(front.supervisor.engines) == {"alpha", "beta"}
+
+
+async def test_a_resize_waits_until_a_newcomer_has_its_part(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        async with front.prepare._one_at_a_time:
+            resizing = asyncio.create_task(front.service.resize("alpha", {"device_bytes": GB}))
+            await asyncio.sleep(0)
+            assert not front.engine().resizes
+        await resizing
+        await asyncio.gather(front.service.load("beta"), front.service.resize("alpha", {"device_bytes": GB // 2}))
+        assert total_of(held.arenas for held in front.prepare._held.values()) == front.prepare._cap
+
+
 async def test_what_resize_gave_counts(fake_models, tmp_path, machine):
     async with _front(tmp_path, machine) as front:
         await front.service.load("alpha")
@@ -154,3 +243,56 @@ async def test_what_resize_gave_lasts_as_long_as_the_daemon(fake_models, tmp_pat
         await until(lambda: not front.supervisor.engines)
         await front.service.load("alpha")
         assert await _arenas(front, "alpha") == Arenas(2 * GB, host)
+
+
+@pytest.mark.parametrize("device", [3 * GB, 6 * GB])
+async def test_what_resize_gave_is_there_again_beside_another_model(fake_models, tmp_path, machine, device):
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        await front.service.load("beta")
+        await front.service.resize("alpha", {"device_bytes": device})
+        before = [await _arenas(front, name) for name in ("alpha", "beta")]
+        await front.service.unload("alpha")
+        await until(lambda: front.prepare._held["beta"].arenas != before[1])
+        await front.service.load("alpha")
+        assert [await _arenas(front, name) for name in ("alpha", "beta")] == before
+        assert not front.engine().notices
+
+
+async def test_less_than_resize_gave_is_told(tmp_path, machine):
+    make_model(tmp_path / "models", "alpha")
+    make_model(tmp_path / "models", "beta", weights_bytes=6 * GB)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        await front.service.resize("alpha", {"device_bytes": 9 * GB})
+        await front.service.unload("alpha")
+        await front.service.load("beta")
+        await front.service.load("alpha")
+        (notice,) = front.engine().notices
+        assert "GB of device memory instead of the 9.2 GB that `tierd resize` gave it" in notice
+
+
+async def test_auto_is_what_the_daemon_would_choose(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        alone = await _arenas(front, "alpha")
+        await front.service.resize("alpha", {"device_bytes": GB, "host_bytes": 0})
+        await front.service.resize("alpha", {"device_bytes": "auto", "host_bytes": "auto"})
+        assert await _arenas(front, "alpha") == alone
+        await front.service.load("beta")
+        await front.service.resize("alpha", {"device_bytes": GB})
+        assert (await front.service.resize("alpha", {"device_bytes": "auto"}))["device_bytes"] == alone.device // 2
+
+
+async def test_a_resize_that_does_not_fit_says_what_does(tmp_path, machine):
+    for name in ("alpha", "beta"):
+        make_model(tmp_path / "models", name, weights_bytes=2 * GB)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        await front.service.load("beta")
+        refused = r"^966 GB of device memory do not fit: .* leave 6\.\d GB of 14.7 GB"
+        with pytest.raises(OutOfSpace, match=refused) as caught:
+            await front.service.resize("alpha", {"device_bytes": 900 << 30})
+        hint = str(caught.value.hint)
+        most = int(hint.split("--device-mem ")[1].split("MB")[0]) * 10**6
+        await front.service.resize("alpha", {"device_bytes": most})

@@ -259,7 +259,7 @@ class Simulation(Operated):
 
     def _look(self) -> None:
         engine, nodes = self.engine, self.engine.pager.index.nodes
-        if self.disk.fired or self.disk.faults.full or engine.mover.dead or engine.pager.evictor.let_go:
+        if self.disk.fired or self.disk.faults.full or engine.mover.dead or engine.prefixes.gave_up:
             self._kept = set()  # a disk that fails loses them, and where nobody could go on else they give way
         if gone := [key for key in self._kept if key not in nodes]:
             raise Wrong(self._explain(f"{len(gone)} pages of pinned prefixes are gone"))

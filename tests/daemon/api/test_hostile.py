@@ -36,7 +36,7 @@ async def answer_to(port: int, data: bytes) -> bytes:
 
 
 async def http_port(wire: Wire) -> int:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (url := (await wire.call("status"))["http"]):  # noqa: ASYNC110  (another process has no event)
             await asyncio.sleep(0.02)
     return urlsplit(url).port

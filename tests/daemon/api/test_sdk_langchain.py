@@ -12,7 +12,7 @@ import openai
 import pydantic
 import pytest
 from fake_engine import numbers, whole_text
-from sdk_daemon import Served, served
+from sdk_daemon import Served, crowded, served
 
 # What it leaves to the collector, and what pydantic says of its types, are not for us to mend.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -27,7 +27,7 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from served(tmp_path_factory.mktemp("langchain"))
+    yield from served(tmp_path_factory.mktemp("langchain"), max_streams=4, max_queue=4)
 
 
 @pytest.fixture
@@ -84,6 +84,14 @@ def test_errors(chat):
         chat(timeout=0.5).invoke("!hang")
     with pytest.raises(openai.APIError):
         list(chat(model="beta").stream("!always=0"))
+
+
+def test_what_was_busy_is_tried_again(chat, daemon):
+    with crowded(daemon.url, 8) as leave_after:
+        with pytest.raises(openai.InternalServerError):
+            chat().invoke("hi")
+        leave_after(0.5)
+        assert chat(max_retries=3).invoke("hi").text == whole_text("user:hi\n", 12)
 
 
 def test_embeddings(daemon):

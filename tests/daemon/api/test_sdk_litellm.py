@@ -25,7 +25,7 @@ CALLS = [[f"call_{n}", "look", {"where": "page"}] for n in range(2)]
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from served(tmp_path_factory.mktemp("litellm"))
+    yield from served(tmp_path_factory.mktemp("litellm"), max_streams=4, max_queue=4)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def told(daemon: Served) -> dict[str, Any]:
         ("plain", [TEXT, 2]), ("streamed", [TEXT, ["length"], 1]), ("tools", CALLS), ("tools_streamed", CALLS),
         ("tools_answered", "length"), ("schema", {"age": 7}), ("thinking", whole_text("user:!think=3\n", 3)),
         ("embedded", [[numbers("a b"), numbers("c")], 3]),
-        ("response", whole_text("user:hi\n", 16)), ("asynchronous", [TEXT, TEXT]),
+        ("response", whole_text("user:hi\n", 16)), ("asynchronous", [TEXT, TEXT]), ("tried_again", TEXT),
     ],
 )  # fmt: skip
 def test_what_it_gets(told, check, expected):
@@ -51,6 +51,7 @@ def test_what_it_gets(told, check, expected):
 @pytest.mark.parametrize(
     ("check", "error"),
     [("too_long", "ContextWindowExceededError"), ("no_model", "NotFoundError"), ("timeout", "Timeout"),
+     ("busy", "ServiceUnavailableError"),
      ("broken_stream", "")],
 )  # fmt: skip
 def test_what_it_raises(told, check, error):

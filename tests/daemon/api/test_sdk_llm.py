@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_engine import whole_text
-from sdk_daemon import Served, served
+from sdk_daemon import Served, crowded, served
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +38,7 @@ YAML = """\
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from served(tmp_path_factory.mktemp("llm"))
+    yield from served(tmp_path_factory.mktemp("llm"), max_streams=4, max_queue=4)
 
 
 @pytest.fixture
@@ -96,6 +96,12 @@ def test_asynchronously(llm):
         warnings.simplefilter("ignore", ResourceWarning)  # llm leaves its connections to the collector
         assert asyncio.run(ask()) == whole_text("user:hi\n", 16)
         gc.collect()
+
+
+def test_what_was_busy_is_tried_again(llm, daemon):
+    with crowded(daemon.url, 8) as leave_after:
+        leave_after(0.5)
+        assert llm.get_model("tierd").prompt("hi").text() == whole_text("user:hi\n", 16)
 
 
 def test_an_error_is_told(llm):

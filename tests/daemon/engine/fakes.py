@@ -21,7 +21,8 @@ RECORD = PAGE * 8  # token and position of each place, int32
 class FakeDecoder:
     """Writes (token, position) into the pages; a row's logits depend on all it reads back at its positions and before.
 
-    So a wrong page, a stale page or a wrong slot gives other tokens, as in a real model.
+    So a wrong page, a stale page or a wrong slot gives other tokens, as in a real model. A row that sees less than all
+    before it says so where it writes its position: who reads that without seeing as little gets other tokens, too.
     """
 
     def __init__(self) -> None:
@@ -29,26 +30,29 @@ class FakeDecoder:
         self.rows = 0
         self.batches: list[int] = []
 
-    def forward(self, memories, tokens, positions, row_seq, pages, page_offsets, logit_rows):
-        self.start(tokens, positions, row_seq, page_offsets, logit_rows)
+    def forward(self, memories, tokens, positions, row_seq, pages, page_offsets, logit_rows, bounds=None):
+        self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds)
         self.layer(0, memories, pages)
         return self.finish()
 
-    def start(self, tokens, positions, row_seq, page_offsets, logit_rows):
+    def start(self, tokens, positions, row_seq, page_offsets, logit_rows, rows=None, bounds=None):
         if self.fail_with is not None:
             raise self.fail_with
         self.rows += len(tokens)
         self.batches.append(len(tokens))
         self._batch = (tokens, positions, row_seq, page_offsets, logit_rows)
+        self._bounds = np.zeros((len(page_offsets) - 1, 4), np.int32) if bounds is None else bounds
 
     def layer(self, index, memories, pages):
         assert index == 0
         tokens, positions, row_seq, page_offsets, logit_rows = self._batch
         places = [_place(memories, int(address)) for address in pages]
-        for row, token in enumerate(tokens):
-            mine = places[page_offsets[row_seq[row]] : page_offsets[row_seq[row] + 1]]
-            mine[positions[row] // PAGE][positions[row] % PAGE] = (token, positions[row])
         self._places = places
+        for row, token in enumerate(tokens):
+            window, sinks, lead, base = self._bounds[row_seq[row]]
+            mine = places[page_offsets[row_seq[row]] + lead : page_offsets[row_seq[row] + 1]]
+            mark = marked(positions[row], window, sinks)
+            mine[(positions[row] - base) // PAGE][positions[row] % PAGE] = (token, mark)
         self._out = self.hidden(logit_rows)
 
     def finish(self):
@@ -58,8 +62,12 @@ class FakeDecoder:
         _, positions, row_seq, page_offsets, _ = self._batch
         out = np.empty((len(rows), VOCAB), dtype=np.float32)
         for place, row in enumerate(rows):
+            window, sinks, lead, base = self._bounds[row_seq[row]]
             mine = self._places[page_offsets[row_seq[row]] : page_offsets[row_seq[row] + 1]]
-            history = np.concatenate(mine)[: positions[row] + 1]
+            first = first_seen(positions[row], window, sinks)
+            history = np.concatenate(mine[lead:])[first - base : positions[row] + 1 - base]
+            if sinks and first:
+                history = np.concatenate((np.concatenate(mine[:lead])[:sinks], history))
             out[place] = logits_for(history[:, 0], history[:, 1])
         return out
 
@@ -78,12 +86,25 @@ def logits_for(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.random.default_rng(int.from_bytes(digest[:8], "little")).standard_normal(VOCAB).astype(np.float32) * 3
 
 
-def expected(prompt: Sequence[int], count: int) -> list[int]:
+def first_seen(position: int, window: int, sinks: int) -> int:
+    """The first token, sinks apart, that a row sees."""
+    return max(0, position - window + 1) if window and position >= window + sinks else 0
+
+
+def marked(position: int, window: int, sinks: int) -> int:
+    """What a row writes as its position."""
+    return -1 - position if first_seen(position, window, sinks) else position
+
+
+def expected(prompt: Sequence[int], count: int, window: int = 0, sinks: int = 0) -> list[int]:
     """The greedy answer of the fake decoder."""
     tokens = list(prompt)
     for _ in range(count):
-        history = np.array(tokens, dtype=np.int32)
-        tokens.append(int(np.argmax(logits_for(history, np.arange(len(tokens), dtype=np.int32)))))
+        position = len(tokens) - 1
+        first = first_seen(position, window, sinks)
+        seen = [*(range(sinks) if first else ()), *range(first, position + 1)]
+        marks = np.array([marked(place, window, sinks) for place in seen], np.int32)
+        tokens.append(int(np.argmax(logits_for(np.array(tokens, np.int32)[seen], marks))))
     return tokens[len(prompt) :]
 
 

@@ -20,8 +20,9 @@ class Live:
     """`with Live(model_dir, cache_dir) as engine:`; sizes in pages."""
 
     def __init__(
-        self, model_dir: Path, cache_dir: Path, *, device: int = 64, host: int = 0, nvme: int = 256, **more: Any
-    ) -> None:
+        self, model_dir: Path, cache_dir: Path, *, device: int = 64, host: int = 0, nvme: int = 256, requests: int = 64,
+        **more: Any,
+    ) -> None:  # fmt: skip
         record = record_bytes(model_dir, more.get("kv_format", "fp32"))
         defaults: dict[str, Any] = {
             "nvme_min_free_bytes": 0, "threads": 2, "kv_format": "fp32", "context": 0,
@@ -32,6 +33,7 @@ class Live:
             cache_dir=str(cache_dir),
             **defaults | more,
         )
+        self._requests = requests  # that may run and wait
         self.progress: list[tuple[str, int, int]] = []
         self.events: queue.Queue[Event] = queue.Queue(maxsize=100_000)
         self.deaths: list[BaseException | None] = []
@@ -43,7 +45,7 @@ class Live:
             lambda events: [self.events.put_nowait(event) for event in events] and None,
             self.deaths.append,
         )
-        self.engine: Engine = build(self.config, hooks, threads=self.config.threads, max_requests=64)
+        self.engine: Engine = build(self.config, hooks, threads=self.config.threads, max_requests=self._requests)
         self.engine.loop.start()
         return self
 
@@ -74,6 +76,7 @@ class Live:
         messages: list[tuple[str, str]] | None = None,
         resume: tuple[int, ...] = (),
         tenant: str = "",
+        kv_mode: str | None = None,
         **sampling: Any,
     ) -> int:
         self._number += 1
@@ -85,6 +88,7 @@ class Live:
             sampling=Sampling(**{"temperature": 0.0, "ignore_eos": True} | sampling),
             resume=resume,
             tenant=tenant,
+            kv_mode=kv_mode,
         )
         self.engine.loop.submit(self.engine.intake.request(self._number, submit, time.monotonic()))
         return self._number

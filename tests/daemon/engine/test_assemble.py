@@ -84,6 +84,14 @@ def test_a_broken_store_directory_turns_the_tier_off(tiny: Path, tmp_path: Path)
         assert end.ev == "done"
 
 
+def test_a_cache_directory_that_cannot_be_written_is_told_with_what_to_do(tiny: Path) -> None:
+    with Live(tiny, Path("/sys/tierd")) as live:  # there nobody makes a directory, whoever runs the tests
+        (note,) = live.engine.notes
+        assert note.startswith("the disk tier is off: can't use /sys/tierd") and "--cache-dir" in note
+        ((_, end),) = live.run([{"tokens": PROMPT, "max_tokens": 2}])
+        assert end.ev == "done"
+
+
 def test_a_disk_too_small_for_the_tier_is_named(tiny: Path, tmp_path: Path) -> None:
     with Live(tiny, tmp_path, nvme=0, nvme_off_reason="the disk is small") as live:
         assert live.engine.notes == ("the disk tier is off: the disk is small",)

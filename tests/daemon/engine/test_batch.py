@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tierd.daemon.engine.batch import Addresses, Rows, build
+from tierd.kernels.rows import Bound
 
 
 def at(*addresses: int) -> Addresses:
@@ -33,3 +34,14 @@ def test_nobody_samples() -> None:
 def test_rows_without_a_place_are_refused(rows: Rows) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         build([rows], 4)
+
+
+def test_bounds_are_there_when_somebody_has_one() -> None:
+    plain = Rows([1], 4, np.array([8, 16]), 1)
+    bounded = Rows([2, 3], 261, np.array([8, 24, 32]), 1, Bound(8, 3, 1, 256))
+    assert build([plain], 4).bounds is None
+    batch = build([plain, bounded], 4)
+    assert batch.bounds is not None and batch.bounds.tolist() == [[0, 0, 0, 0], [8, 3, 1, 256]]
+    assert batch.page_offsets.tolist() == [0, 2, 5] and batch.positions.tolist() == [4, 261, 262]
+    with pytest.raises(ValueError, match="do not fit 2 pages"):
+        build([Rows([2, 3], 261, np.array([8, 24]), 1, Bound(8, 3, 1, 256))], 4)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
 from tests.daemon.engine.rig import Rig
 from tierd.daemon.engine.embed import MAX_CALL_INPUTS, EmbedArgs, Embedder, Embedding, Pooling
+from tierd.daemon.engine.request import Request
 from tierd.daemon.errors import BadRequest, ContextLengthExceeded, EngineFailed, TierdError
+from tierd.daemon.protocol import Event
 
 SHARED = [7 * n % VOCAB for n in range(1, 20)]
 
@@ -31,6 +33,12 @@ def vector(data: bytes) -> np.ndarray:
 
 def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x)
+
+
+async def until(found: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not found():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 # -- on fakes ----------------------------------------------------------------------------------------------------------
@@ -44,6 +52,17 @@ def fake_states(tokens: list[int]) -> np.ndarray:
 def embed(rig: Rig, number: int, tokens: list[int], pooling: Pooling = Pooling.MEAN, **more: Any) -> None:
     rig.intake.facts = dataclasses.replace(rig.intake.facts, pooling=pooling)
     rig.streams.add(rig.intake.embedding(number, tokens, EmbedArgs((), **more), rig.clock()))
+
+
+class OfOneValue(Embedding):
+    """That of a model whose states are all the same."""
+
+    def __init__(self, pooling: Pooling, value: float) -> None:
+        super().__init__(pooling)
+        self._value = value
+
+    def take(self, states: np.ndarray) -> None:
+        super().take(np.full_like(states, self._value))
 
 
 def of(rig: Rig, number: int) -> np.ndarray:
@@ -120,6 +139,34 @@ def test_one_that_gave_its_pages_back_counts_no_row_twice() -> None:
     assert rig.decoder.rows > len(SHARED)
 
 
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
+def test_a_vector_that_is_no_number_ends_its_own_request_alone(pooling: Pooling, value: float) -> None:
+    rig = Rig()
+    rig.submit(1, SHARED[:7], max_tokens=12)
+    embed(rig, -1, SHARED[:5], pooling)
+    (request,) = [request for request in rig.streams if request.embedding is not None]
+    request.embedding = OfOneValue(pooling, value)
+    rig.run()  # no lease is left at its end
+    assert rig.terminal(-1) == ["failed"] and "no numbers" in rig.of(-1, "failed")[0]["message"]
+    assert rig.terminal(1) == ["done"] and len(rig.tokens(1)) == 12
+
+
+def test_one_in_the_background_ends_although_the_foreground_always_waits() -> None:
+    """It keeps no pages, so each time it gave its place it would begin again."""
+    rig = Rig(max_streams=1, max_rows=8)
+    embed(rig, -1, [*SHARED] * 3, priority=100)
+    rig.turn(2)
+    number = 0
+    while not rig.terminal(-1):
+        number += 1
+        rig.submit(number, [number, 2, 3], max_tokens=2)
+        rig.turn(3)
+        assert number < 20, "it starves"
+    rig.run()
+    assert rig.streams.totals.preemptions == 0 and rig.decoder.rows < 3 * len(SHARED) + 6 * number
+
+
 def test_several_with_one_prefix_wait_for_nobody() -> None:
     rig = Rig(max_rows=8)
     for number in (-1, -2):
@@ -154,6 +201,43 @@ def test_states_that_are_no_direction(value: float) -> None:
     found.take(np.full((2, 4), value, np.float32))
     with pytest.raises(EngineFailed, match="no numbers"):
         found.vector()
+
+
+class HeldSteps:
+    """Takes prompts into the loop; each ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.taken: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.taken.append(request)
+
+    def cancel(self, request_id: int) -> None: ...
+
+
+async def test_places_go_to_the_prompt_of_the_highest_rank_and_back_from_who_stops_waiting() -> None:
+    rig, steps, embedder = Rig(), HeldSteps(), Embedder(2)
+    with ThreadPoolExecutor(1) as tokenizer:
+
+        def call(count: int, priority: int) -> asyncio.Task[dict[str, Any]]:
+            given = {"inputs": [[1, 2]] * count, "priority": priority}
+            return asyncio.create_task(embedder.embed(rig.intake, steps, tokenizer, given))  # type: ignore[arg-type]
+
+        background = [call(64, 100), call(64, 100), call(64, 100)]
+        await until(lambda: len(embedder._places._waiting) == 190)
+        cancelled, now = call(1, 0), call(1, 0)
+        await until(lambda: len(embedder._places._waiting) == 192)
+        cancelled.cancel()
+        ended: list[Request] = []
+        while len(ended) < 193:
+            await until(lambda: len(steps.taken) > len(ended))
+            ended.append(steps.taken[len(ended)])
+            data = {"usage": ended[-1].usage(), "embedding": b""}
+            embedder.ended([Event(ended[-1].id, "done", data)])
+        for done in (*background, now):
+            await done
+    assert [request.priority for request in steps.taken[:4]] == [100, 100, 0, 100]
+    assert embedder._places._free == 2 and len(steps.taken) == 193
 
 
 # -- on a whole engine -------------------------------------------------------------------------------------------------

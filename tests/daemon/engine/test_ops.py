@@ -18,6 +18,7 @@ from tests.daemon.engine.rig import PromptMover, Rig
 from tierd.daemon.engine.ops import Ops
 from tierd.daemon.engine.step import StepLoop
 from tierd.daemon.protocol import TERMINAL, Event, Request, Submit
+from tierd.tiers.prefixes import Prefixes
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 30, 31]
 
@@ -26,7 +27,7 @@ class Desk:
     """The operations, what they sent, and the engine behind them."""
 
     def __init__(self, max_requests: int = 20) -> None:
-        self.rig = Rig(mover=PromptMover(1))
+        self.rig = Rig(mover=PromptMover(1), store=64)
         self.rig.streams._clock = time.monotonic
         self.rig.streams._moved_s = time.monotonic()
         self.sent: list[Event] = []
@@ -38,15 +39,12 @@ class Desk:
             self.rig.streams, self.rig.pager, emit=self.emit, published=lambda: None, died=lambda _cause: None,
             clock=time.monotonic, max_requests=max_requests,
         )  # fmt: skip
-        held = SimpleNamespace(used_slots=3, disk_bytes=1000)
-        self.rig.pager.store = SimpleNamespace(statistics=lambda: held)
         self.rig.pager.page_map = lambda: b"\x00\x02"
-        self.rig.pager.verify = lambda repair, deadline_s: [f"repair {repair}"]
-        self.rig.pager.gc = lambda deadline_s: vars(held).update(disk_bytes=900) or 4
         self.rig.pager.clear = lambda: 5
         board = SimpleNamespace(state="ready", told=lambda: {"state": "ready"})
         self.engine: Any = SimpleNamespace(
-            intake=self.rig.intake, loop=self.loop, pager=self.rig.pager, board=board, model="m", notes=("a note",)
+            intake=self.rig.intake, loop=self.loop, pager=self.rig.pager, board=board, model="m", notes=("a note",),
+            prefixes=Prefixes(self.rig.pager, None),
         )
 
     def stop(self) -> None:
@@ -261,16 +259,17 @@ async def test_too_many() -> None:
 
 async def test_verify_of_a_store_that_is_off_has_read_nothing() -> None:
     async with desk() as one:
-        one.rig.pager.writeback.off_reason = "its directory was removed"
+        one.rig.pager.writeback.turn_off("its directory was removed")
         one.ask(1, "cache", action="verify")
-        assert (await one.end(1)).data["pages"] == 0
+        found = (await one.end(1)).data
+        assert found["pages"] == 0 and "its directory was removed" in found["findings"][0]
 
 
 async def test_verify_says_why_there_is_no_store() -> None:
     async with desk() as one:
         one.rig.pager.store = None
         one.ask(1, "cache", action="verify")
-        assert (await one.end(1)).data == {"findings": ["a note", "repair False"], "pages": 0}
+        assert (await one.end(1)).data == {"findings": ["a note"], "pages": 0}
 
 
 async def test_simple_operations() -> None:
@@ -282,9 +281,9 @@ async def test_simple_operations() -> None:
             one.ask(number, op, **args)
         answers = [(await one.end(number)).data for number in range(1, 8)]
         assert answers == [
-            {"tokens": [104, 105]}, {"findings": ["repair True"], "pages": 3},
-            {"removed_pages": 4, "freed_bytes": 100}, {"removed_pages": 5}, {"left": 0}, {"map": b"\x00\x02"},
-            {"state": "ready"},
+            {"tokens": [104, 105]}, {"findings": [], "pages": 0},
+            {"removed_pages": 0, "freed_bytes": 0}, {"removed_pages": 5, "removed_pins": 0}, {"left": 0},
+            {"map": b"\x00\x02"}, {"state": "ready"},
         ]  # fmt: skip
 
 

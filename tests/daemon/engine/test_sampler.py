@@ -181,6 +181,19 @@ def test_a_guide_hears_of_drawn_tokens_not_of_resumed_ones() -> None:
     assert guide.heard == [6]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_a_guess_is_the_draw_that_would_be_without_the_guide(temperature: float) -> None:
+    params = Params(temperature=temperature, seed=5, presence_penalty=0.5)
+    free = Sampler(params, VOCAB, [1, 2], [3])
+    held = Sampler(params, VOCAB, [1, 2], [3], OnlyEven())
+    for position in range(20):
+        logits = logits_of(position)
+        token, chance = held.guess(logits, position)
+        assert token == free.sample(logits, position) and held.sample(logits, position) % 2 == 0
+        whole = np.exp((logits - np.where(np.arange(VOCAB) == 3, 0.5, 0.0)) / (temperature or 1.0))
+        assert chance == pytest.approx(whole[token] / whole.sum(), rel=1e-4)
+
+
 def test_draws_are_even_and_independent_of_the_seed_type() -> None:
     numbers = [uniform(seed, position) for seed in (0, 1, -1, 2**60) for position in range(2000)]
     assert 0.0 <= min(numbers) and max(numbers) < 1.0

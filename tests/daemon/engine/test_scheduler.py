@@ -82,6 +82,13 @@ def test_a_long_decode_step_may_be_doubled() -> None:
     assert scheduler.prefill_rows(LIMITS, Rates(decode_s=0.2, row_s=0.01, mixed=True), 3) == 20
 
 
+@pytest.mark.parametrize("decoding", [0, 3])
+def test_where_nobody_looks_on_prompts_take_the_whole_step(decoding: int) -> None:
+    slow, several = Rates(decode_s=0.2, row_s=0.5, mixed=True), [stream(n, Phase.PREFILL, 5) for n in range(2)]
+    assert scheduler.prefill_rows(LIMITS, slow, decoding, several) < 64
+    assert scheduler.prefill_rows(replace(LIMITS, throughput=True), slow, decoding, several) == 64
+
+
 def test_a_slow_machine_still_prefills() -> None:
     assert scheduler.prefill_rows(LIMITS, Rates(decode_s=0.01, row_s=9.0, mixed=True), 1) == scheduler.MIN_PREFILL_ROWS
 
@@ -125,6 +132,14 @@ def test_nobody_gives_a_place_to_the_background_or_to_those_that_rank_behind() -
     behind = [replace(stream(n, Phase.DECODE, 8, 7, 2), background=True) for n in (1, 2, 3, 4)]
     assert planned(*behind, replace(stream(0, Phase.WAITING, 8), background=True)).preempt == ()
     assert planned(*behind, stream(9, Phase.WAITING, 8)).preempt == ()  # it came so late that they are before it
+
+
+def test_what_would_begin_again_gives_its_place_only_before_it_has_begun() -> None:
+    begun = replace(stream(5, Phase.PREFILL, 80, 8, 2), background=True, restarts=True)
+    others = [stream(n, Phase.DECODE, 8, 7, 2) for n in (1, 2, 3)]
+    waiting = stream(4, Phase.WAITING, 8)
+    assert planned(*others, begun, waiting).preempt == ()
+    assert planned(*others, replace(begun, computed_tokens=0), waiting).preempt == (5,)
 
 
 def test_the_background_is_not_let_in_past_one_that_waits_for_pages() -> None:
@@ -301,3 +316,17 @@ def test_pages_that_others_compute_need_no_room() -> None:
     # 9 for the chunk of this step, 11 for the leader, 2 for the one that waits, 4 for the new one
     assert planned(leader, follower(2, 40, 0, 1, 36), stream(3, Phase.WAITING, 15), free=26).admit == (3,)
     assert planned(leader, stream(2, Phase.PREFILL, 40), stream(3, Phase.WAITING, 15), free=26).admit == ()
+
+
+def test_a_stream_with_a_window_is_let_in_where_its_window_fits() -> None:
+    long = stream(2, Phase.WAITING, 1000)
+    running = stream(1, Phase.DECODE, 10, 9, 3)
+    assert planned(running, long, free=30).admit == ()
+    assert planned(running, replace(long, most_pages=20), free=30).admit == (2,)
+
+
+def test_a_stream_with_a_window_keeps_no_more_from_others_than_it_can_have() -> None:
+    prompt = replace(stream(1, Phase.PREFILL, 1000, 100, 12), most_pages=20)
+    waiting = stream(2, Phase.WAITING, 50)
+    assert planned(prompt, waiting, free=40).admit == (2,)
+    assert planned(replace(prompt, most_pages=40), waiting, free=40).admit == ()

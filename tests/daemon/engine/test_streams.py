@@ -231,6 +231,19 @@ def test_a_failing_page_table_ends_the_request(method: str) -> None:
     assert rig.terminal(1) == ["failed"]
 
 
+@pytest.mark.parametrize("broken", ["remember", "beams"])
+def test_an_end_that_cannot_be_told_is_a_failure_of_that_request(broken: str) -> None:
+    rig = Rig()
+    rig.submit(1, [1, 2, 3], max_tokens=8)
+    rig.submit(2, [4, 5, 6], max_tokens=3, **({"beam_width": 2, "n": 2} if broken == "beams" else {}))
+    request = next(request for request in rig.streams if request.id == 2)
+    obj, method = (request, "remember") if request.beams is None else (request.beams, "stream")
+    fail(obj, method, RuntimeError("broken"))
+    rig.run()  # no lease is left at its end
+    assert rig.terminal(1) == ["done"] and len(rig.tokens(1)) == 8
+    assert rig.terminal(2) == ["failed"]
+
+
 def _turn_or_fail(rig: Rig) -> None:
     try:
         rig.streams.turn()

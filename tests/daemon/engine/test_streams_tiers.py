@@ -178,21 +178,21 @@ def test_a_disk_that_loses_every_page_is_turned_off_and_the_request_told() -> No
     assert rig.tokens(2) == expected(LONG[:9], 3)
 
 
-def test_many_ask_for_one_prefix_of_the_store_and_it_is_read_once() -> None:
-    rig = Rig(slots=64, store=60, max_streams=8, max_rows=32)
+def test_fifty_ask_for_one_prefix_of_the_store_and_it_is_read_once() -> None:
+    rig = Rig(slots=256, store=60, max_streams=50, max_rows=64)
     rig.submit(1, LONG, 1)
     rig.run()
     cold(rig)
     assert rig.store is not None
     rig.store.reads.clear()
     rows = rig.decoder.rows
-    for number in range(2, 10):
-        rig.submit(number, [*LONG, number], 3)
+    for number in range(2, 52):
+        rig.submit(number, [*LONG, number % 60], 3)
     rig.run()
     assert len(rig.store.reads) == len(set(rig.store.reads)) == len(LONG) // PAGE + 1
-    assert rig.decoder.rows - rows == 8 * (1 + 2)
-    for number in range(2, 10):
-        assert rig.tokens(number) == expected([*LONG, number], 3)
+    assert rig.decoder.rows - rows == 50 * (1 + 2)
+    for number in range(2, 52):
+        assert rig.tokens(number) == expected([*LONG, number % 60], 3)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 PROMPTS = ("Invent one.", "Tell me about Rome.", "x", "Write a poem in \u65e5\u672c\u8a9e, no JSON please!", '{"a":')
 BATCH = 12
 MAX_TOKENS = 160
+TO_THE_END = 1600
 PARTS = counted(12, 3)
 PART = 42
 
@@ -60,18 +62,21 @@ def submit(number: int, **more: Any) -> Submit:
     return Submit("m", messages=(Message("user", PROMPTS[number % len(PROMPTS)]),), sampling=sampling, **more)
 
 
-def check(live: Live, numbers: range) -> int:
-    """Answers that a limit cut; all others are valid."""
+def check(live: Live, numbers: Sequence[int], max_tokens: int = MAX_TOKENS) -> list[int]:
+    """The numbers of the answers that the limit cut; all others are valid."""
     schemas = [schema(number) for number in numbers]
     submits = [
-        submit(number, format=Format("json_schema", json.dumps(one)))
+        submit(
+            number, format=Format("json_schema", json.dumps(one)),
+            sampling=Sampling(temperature=1.0, seed=number, max_tokens=max_tokens),
+        )
         for number, one in zip(numbers, schemas, strict=True)
     ]
-    cut = 0
+    cut = []
     for number, one, (text, end, _) in zip(numbers, schemas, ask(live, submits), strict=True):
         assert end.ev == "done", (number, end)
         if end.data["finish"] == "length":
-            cut += 1
+            cut.append(number)
             continue
         assert end.data["finish"] == "stop"
         jsonschema.validate(json.loads(text), one, format_checker=jsonschema.FormatChecker())
@@ -79,16 +84,18 @@ def check(live: Live, numbers: range) -> int:
 
 
 def test_answers_fit_their_schemas(live: Live) -> None:
-    assert check(live, range(6)) <= 1
+    assert len(check(live, range(6))) <= 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many_answers_fit_their_schemas(live: Live, part: int) -> None:
-    cut = 0
+    cut = []
     for first in range(1000 + part * PART, 1000 + (part + 1) * PART, PART // 2):
         cut += check(live, range(first, first + PART // 2))
-    assert cut <= PART // 8
+    print(f"{PART} schemas, {len(cut)} answers longer than {MAX_TOKENS} tokens")
+    assert len(cut) <= PART // 8
+    assert check(live, cut, TO_THE_END) == []  # the same answers, to their end
 
 
 def test_a_limit_cuts_an_answer(live: Live) -> None:
@@ -123,20 +130,23 @@ def test_a_resumed_answer_goes_on_as_it_would_have(live: Live) -> None:
 
 
 @pytest.mark.long
-def test_being_held_costs_little_speed(live: Live) -> None:
+def test_being_held_costs_little_speed(model_dir: Path, tmp_path: Path) -> None:
     properties = {
         "bio": {"type": "string", "minLength": 120},
         "tags": {"type": "array", "items": {"type": "string"}, "minItems": 50},
     }
     form = Format("json_schema", json.dumps({"type": "object", "properties": properties}))
     rates: dict[bool, list[float]] = {True: [], False: []}
-    for seed in range(10):
-        sampling = Sampling(temperature=1.0, seed=seed, max_tokens=60, ignore_eos=True)
-        for held in (True, False):
-            [(_, end, _)] = ask(live, [submit(0, format=form if held else None, sampling=sampling)])
-            rates[held].append(end.data["timings"].decode_tokens_per_s)
+    # JSON repeats itself: what speculation gains with it would hide what masks cost.
+    with Live(model_dir, tmp_path, device=100, nvme=0, max_streams=1, speculate="off") as live:
+        for seed in range(10):
+            sampling = Sampling(temperature=1.0, seed=seed, max_tokens=60, ignore_eos=True)
+            for held in (True, False) if seed % 2 else (False, True):
+                [(_, end, _)] = ask(live, [submit(0, format=form if held else None, sampling=sampling)])
+                rates[held].append(end.data["timings"].decode_tokens_per_s)
     ratio = statistics.median(held / free for held, free in zip(rates[True], rates[False], strict=True))
-    print(f"decode speed held / free: {ratio:.3f}")
+    medians = {held: statistics.median(found) for held, found in rates.items()}
+    print(f"decode speed held / free: {ratio:.3f} ({medians[True]:.0f} and {medians[False]:.0f} tokens/s)")
     assert ratio >= 0.9
 
 

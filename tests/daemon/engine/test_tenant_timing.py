@@ -55,22 +55,30 @@ def test_a_prefix_of_another_tenant_takes_as_long_as_one_nobody_had(tmp_path: Pa
             [(_, end)] = engine.run([{"tokens": tokens, "tenant": tenant, "max_tokens": 1}])
             return end.data["timings"].ttft_ms, end.data["usage"].cached_tokens
 
+        def trials() -> tuple[list[float], list[float], list[float]]:
+            """Times of prompts that another tenant had just asked, that nobody had, and that the asker had itself."""
+            theirs, unseen, own = [], [], []
+            for _ in range(TRIALS):
+                known = prompt()
+                ttft_ms(known, "key:victim")
+                asked = [(theirs, known), (unseen, prompt())]
+                rng.shuffle(asked)
+                for found, tokens in asked:
+                    took_ms, hit = ttft_ms(tokens, "key:spy")
+                    assert hit < 16  # a few first tokens of an earlier prompt of its own
+                    found.append(took_ms)
+                took_ms, hit = ttft_ms(known, "key:victim")
+                assert hit >= PROMPT_TOKENS - 16
+                own.append(took_ms)
+            return theirs, unseen, own
+
         for _ in range(20):
             ttft_ms(prompt(), "warm-up")
-        theirs, unseen, own = [], [], []
-        for _ in range(TRIALS):
-            known = prompt()
-            ttft_ms(known, "key:victim")
-            asked = [(theirs, known), (unseen, prompt())]
-            rng.shuffle(asked)
-            for found, tokens in asked:
-                took_ms, hit = ttft_ms(tokens, "key:spy")
-                assert hit < 16  # a few first tokens of an earlier prompt of its own
-                found.append(took_ms)
-            took_ms, hit = ttft_ms(known, "key:victim")
-            assert hit >= PROMPT_TOKENS - 16
-            own.append(took_ms)
-    print(f"p = {kolmogorov_smirnov(theirs, unseen):.3f}; shared: {kolmogorov_smirnov(theirs, own):.3g}")
-    # Honest samples fall below 0.01 once in a hundred runs. Seen: 0.976 and 0.283; a real difference gives 1e-7.
-    assert kolmogorov_smirnov(theirs, unseen) > 0.0005
-    assert kolmogorov_smirnov(theirs, own) < 0.01  # what is shared can be told: the measure would have seen it
+        for _ in range(2):  # honest samples fall below 0.01 once in a hundred runs; a real difference gives 1e-7
+            theirs, unseen, own = trials()
+            chance = kolmogorov_smirnov(theirs, unseen)
+            print(f"p = {chance:.3f}; shared: {kolmogorov_smirnov(theirs, own):.3g}")
+            assert kolmogorov_smirnov(theirs, own) < 0.01  # what is shared can be told: the measure would have seen it
+            if chance > 0.01:
+                return
+    raise AssertionError(f"p = {chance:.4f}, twice")

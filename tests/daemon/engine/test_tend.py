@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.daemon.engine.families import prepare, reference
@@ -15,6 +16,9 @@ from tests.daemon.engine.live import Live
 from tierd.daemon.engine import tend
 from tierd.daemon.errors import BadRequest, Conflict, EngineFailed, NotFound, OutOfSpace, TierdError, Unsupported
 from tierd.tiers.arena import SlotState
+from tierd.tiers.keys import pack_tokens, page_key
+from tierd.tiers.prefix import Node
+from tierd.tiers.store import PageMeta
 
 PROMPT = list(range(20, 60))
 
@@ -117,9 +121,9 @@ async def test_what_one_sequence_may_have_follows_the_sizes(model: Path, tmp_pat
 
 
 async def test_more_than_the_machine_has_is_refused_with_the_number_that_fits(live: Live) -> None:
-    with pytest.raises(OutOfSpace, match=r"\d+ bytes of device memory would fit"):
+    with pytest.raises(OutOfSpace, match=r"\d GB of device memory would fit"):
         await resize(live, device_bytes=1 << 50)
-    with pytest.raises(OutOfSpace, match=r"\d+ bytes of host memory would fit"):
+    with pytest.raises(OutOfSpace, match=r"\d GB of host memory would fit"):
         await resize(live, host_bytes=1 << 50)
     assert live.engine.pager.device.slots == 32
 
@@ -129,6 +133,12 @@ async def test_resize_refusals(live: Live) -> None:
         with pytest.raises(BadRequest):
             await resize(live, **args)
     assert live.engine.pager.device.slots == 32
+
+
+async def test_less_than_a_page_is_refused_with_what_a_page_takes(live: Live) -> None:
+    with pytest.raises(BadRequest, match=r"^1.0 kB of device memory hold no page: one takes \d.* kB$") as caught:
+        await resize(live, device_bytes=1000)
+    assert "1,000 tokens" in str(caught.value.hint)
 
 
 async def test_a_loop_that_has_ended_ends_the_wait_for_a_resize(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +163,80 @@ async def test_what_does_not_become_free_in_time_is_told(live: Live) -> None:
         assert slot is not None
         pager.device.drop(slot)
 
+
+
+def filled(live: Live, pages: int) -> None:
+    """Puts so many pages into the store; their bytes mean nothing, their checksums are right."""
+    pager = live.engine.pager
+    store, parent = pager.store, pager.root
+    assert store is not None
+    record = np.zeros(pager.device.record_bytes, np.uint8)
+    metas = []
+    for number in range(pages):
+        tokens = tuple(range(number, number + 16))
+        parent = page_key(parent, pack_tokens(tokens))
+        metas.append(PageMeta(parent, metas[-1].key if metas else pager.root, tokens, 0, 0.0))
+    store.write([(meta, record) for meta in metas])
+
+    def known() -> None:
+        nodes = [Node(meta.key, meta.parent, pack_tokens(meta.tokens)) for meta in metas]
+        pager.residency.load(nodes)
+
+    live.engine.loop.call(known).result(20)
+
+
+@pytest.fixture
+def much(model: Path, tmp_path: Path) -> Iterator[Live]:
+    """An engine with thousands of pages in its store, and a long answer that has begun."""
+    with Live(model, tmp_path / "cache", device=32, host=0, nvme=3000) as live:
+        filled(live, 2500)
+        live.submit(tokens=PROMPT, max_tokens=80)
+        yield live
+
+
+async def test_verify_goes_on_beside_a_stream_and_tells_how_far_it_is(much: Live) -> None:
+    told: list[dict[str, Any]] = []
+    totals = much.engine.loop._streams.totals
+    before = totals.generated_tokens
+    answer = await tend.verify(much.engine, False, told.append)
+    assert answer["findings"] == [] and answer["pages"] >= 2500
+    assert totals.generated_tokens > before + 5, "the stream went on"
+    assert told and all(event["stage"] == "verify" and event["total"] >= 2500 for event in told)
+    assert [event["done"] for event in told] == sorted(event["done"] for event in told)
+    ((tokens, end),) = (await asyncio.to_thread(much.collect, 1)).values()
+    assert end.ev == "done" and len(tokens) == 80
+
+
+async def test_verify_that_is_cancelled_ends_at_once(much: Live) -> None:
+    begun = asyncio.Event()
+    verifying = asyncio.create_task(tend.verify(much.engine, True, lambda _data: begun.set()))
+    await asyncio.wait_for(begun.wait(), 20)
+    verifying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(verifying, 20)
+    answer = await tend.verify(much.engine, False, lambda _data: None)
+    assert answer["findings"] == []
+
+
+async def test_verify_keeps_its_deadline(much: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tend, "VERIFY_TIMEOUT_S", 0.0)
+    answer = await tend.verify(much.engine, False, lambda _data: None)
+    (finding,) = answer["findings"]
+    assert finding.startswith("stopped, for its time was over: 0 of ")
+
+
+async def test_gc_goes_on_beside_a_stream(much: Live) -> None:
+    pager = much.engine.pager
+    second = list(pager.index.nodes.values())[1]
+
+    def lose() -> None:
+        pager.residency.drop_row(second)
+        pager.residency.settle(second)
+
+    much.engine.loop.call(lose).result(20)
+    before = pager.store.statistics().used_slots if pager.store is not None else 0
+    answer = await tend.gc(much.engine)
+    assert answer["removed_pages"] >= 2498
+    assert pager.store is not None and pager.store.statistics().used_slots < before - 2400
+    ((tokens, end),) = (await asyncio.to_thread(much.collect, 1)).values()
+    assert end.ev == "done" and len(tokens) == 80

@@ -19,6 +19,7 @@ from tests.daemon.engine.live import Live
 from tierd.daemon.engine import top
 from tierd.daemon.errors import BadRequest, NotFound
 from tierd.tiers.arena import SlotState
+from tierd.tiers.journal import What
 from tierd.tiers.links import Link
 from tierd.tiers.page import Tier
 from tierd.tiers.pager import Pager
@@ -195,16 +196,19 @@ async def test_the_copy_on_disk_is_read_and_judged(live: Live, tokenizer: Thread
     await asyncio.to_thread(live.run, [{"tokens": PROMPT, "max_tokens": 8}])
     await asyncio.to_thread(live.flush)
     node = next(node for node in engine.pager.index.nodes.values() if node.durable and node.device >= 0)
-    asked = {"key": node.key.hex()}
+    asked = {"tier": "device", "slot": node.device}
 
-    async def detail() -> PageDetail:
+    async def detail(**asked: Any) -> PageDetail:
         return convert(await board.detail(engine, tokenizer, asked), PageDetail)
 
-    assert (await detail()).checksum == "good"
+    assert (await detail(**asked)).checksum == "good"
     spoil_slabs(Path(live.config.cache_dir))
-    assert (await detail()).checksum == "bad"
-    after = await detail()
-    assert after.checksum is None and after.copies is not None and "nvme" not in after.copies
+    assert (await detail(key=node.key.hex())).checksum == "unread"
+    assert (await detail(**asked)).checksum == "bad" and engine.pager.promoter.damaged_pages == 1
+    assert any(entry.what is What.DAMAGE for entry in engine.pager.residency.journal.since(0))
+    await asyncio.to_thread(live.flush)
+    after = await detail(**asked)
+    assert after.checksum == "good", "memory had a copy, which was written anew"
     assert await asyncio.wrap_future(engine.loop.call(engine.pager.check)) == []
 
 

@@ -1,0 +1,84 @@
+"""kv_mode: what the words mean, and what is told of those that mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierd.daemon.errors import BadRequest
+from tierd.daemon.kv_mode import BASE_TOKENS, MAX_TOKENS, KvMode, parse
+from tierd.kernels import rows
+
+
+@pytest.mark.parametrize("text", ["", "exact", "none"])
+def test_the_whole_context(text: str) -> None:
+    assert parse(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("window=16", KvMode(16)),
+        ("window=4096", KvMode(4096)),
+        ("sinks=4,window=2048", KvMode(2048, 4)),
+        ("window=2048, sinks=4", KvMode(2048, 4)),
+    ],
+)
+def test_a_mode(text: str, mode: KvMode) -> None:
+    assert parse(text) == mode == parse(str(mode))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("windw=64", "knows no 'windw'"),
+        ("h2o=64", "knows no 'h2o'"),
+        ("select=64", "knows no 'select'"),
+        ("sliding", "knows no 'sliding'"),
+        ("Exact", "knows no 'Exact'"),
+        ("window", "needs a number of tokens after window=, not ''"),
+        ("window=", "needs a number"),
+        ("window=-5", "needs a number of tokens after window=, not '-5'"),
+        ("window=1e3", "needs a number"),
+        ("window=1.5", "needs a number"),
+        ("window=\u0661\u0666", "needs a number"),
+        ("window=12345678901", "needs a number"),
+        ("window=0", "needs a window of 16"),
+        ("window=15", "needs a window of 16"),
+        (f"window={MAX_TOKENS + 1}", "needs a window of 16"),
+        ("sinks=4", "needs a window beside the sinks"),
+        ("sinks=0,window=64", "needs 1 to"),
+        ("window=64,window=64", "says window twice"),
+        ("window=64,", "knows no ''"),
+        ("window=64" * 20, "has 180 characters"),
+    ],
+)
+def test_what_means_nothing(text: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message) as refused:
+        parse(text)
+    assert refused.value.param == "kv_mode" and refused.value.hint
+
+
+def test_a_slip_is_guessed() -> None:
+    with pytest.raises(BadRequest) as refused:
+        parse("windw=64")
+    assert refused.value.hint == "did you mean 'window'?"
+
+
+def test_the_kernels_begin_their_sums_where_the_mode_says() -> None:
+    assert BASE_TOKENS == rows.BASE_TOKENS
+
+
+@given(st.builds(KvMode, st.integers(16, 900), st.integers(0, 60)), st.integers(0, 5000))
+def test_pages_given_hold_all_that_is_seen(mode: KvMode, start: int) -> None:
+    window, sinks, lead, base = mode.bound(start, 16)
+    assert (window, sinks) == (mode.window, mode.sinks)
+    assert base <= mode.first_seen(start) <= start and lead * 16 >= sinks > lead * 16 - 16
+    assert mode.first_seen(start) - base < BASE_TOKENS
+
+
+@given(st.builds(KvMode, st.integers(16, 900), st.integers(0, 60)))
+def test_the_exact_part_sees_everything(mode: KvMode) -> None:
+    assert mode.first_seen(mode.exact_tokens - 1) == 0 < mode.first_seen(mode.exact_tokens)
+    assert mode.first_seen(mode.exact_tokens) > mode.sinks

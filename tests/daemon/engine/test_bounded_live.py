@@ -13,6 +13,7 @@ from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
 
 CONTEXT = 128
+ENDLESS = counted(3 * CONTEXT + 20, 2 * CONTEXT)
 MODES = ("window=40", "sinks=5,window=48", "sinks=20,window=33")
 
 pytestmark = [pytest.mark.usefixtures("no_files_left"), pytest.mark.timeout(600)]
@@ -38,13 +39,13 @@ def said(live: Live, asks: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def asks() -> list[dict[str, Any]]:
-    """Each mode and none, from one beginning; those with sinks go on beyond three times the context."""
+    """Each mode and none, from one beginning; those with sinks go on beyond the context."""
     begin = prompt(1, 60)
     found: list[dict[str, Any]] = []
     for number, mode in enumerate((*MODES, None)):
         endless = mode is not None and "sinks" in mode
         tokens = begin + prompt(number + 2, 16 if not endless else 150)
-        found.append({"tokens": tokens, "max_tokens": 36 if not endless else 3 * CONTEXT + 20 - len(tokens)})
+        found.append({"tokens": tokens, "max_tokens": 36 if not endless else ENDLESS - len(tokens)})
         found[-1] |= {"kv_mode": mode} if mode else {}
     return found
 
@@ -55,7 +56,7 @@ def test_cold_restored_streamed_and_in_company(model: Path, tmp_path: Path) -> N
     with Live(model, tmp_path / "plenty", device=400, nvme=0) as live:
         right = [said(live, [ask])[0] for ask in wanted]
     for ask in wanted[1:3]:
-        assert len(ask["tokens"]) + ask["max_tokens"] == 3 * CONTEXT + 20
+        assert len(ask["tokens"]) + ask["max_tokens"] == ENDLESS
     with Live(model, tmp_path / "store", device=100, nvme=400) as live:
         assert said(live, wanted) == right
         live.flush()

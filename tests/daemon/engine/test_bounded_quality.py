@@ -29,6 +29,7 @@ def perplexities(models_dir: Path, mode: str, tokens: int) -> list[float]:
     return endless(Bounded(mode, weights, manifest.spec, tokens), np.array(ids, np.int32))
 
 
+@pytest.mark.long
 def test_a_window_alone_forgets_how_to_speak(models_dir: Path) -> None:
     with_sinks, without = (perplexities(models_dir, mode, 384) for mode in ("sinks=4,window=44", "window=48"))
     assert with_sinks[0] == pytest.approx(without[0], rel=0.01)  # the first 48 tokens see the same

@@ -312,7 +312,8 @@ def test_a_card_has_no_draft_model(pair: tuple[Path, Path], tmp_path: Path) -> N
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [200])
 def test_the_default_model_with_a_draft_of_its_own_weights(count: int, models_dir: Path, tmp_path: Path) -> None:
     """Streamed from the disk; greedy and drawn, with seeds."""
     main = models_dir / "smollm2-135m"

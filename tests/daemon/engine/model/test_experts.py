@@ -66,6 +66,7 @@ def test_every_placement_gives_the_same_tokens(mixture: Path, tmp_path: Path) ->
             assert experts.bytes == sum(r.bytes for r in manifest.records if r.name.startswith("expert.0."))
 
 
+@pytest.mark.long
 def test_experts_move_while_a_stream_runs(mixture: Path, tmp_path: Path) -> None:
     manifest, dense, least = load_manifest(mixture), dense_bytes(mixture), least_bytes(mixture)
     with live(mixture, tmp_path, None) as running:
@@ -94,6 +95,7 @@ def test_a_disk_error_fails_the_requests_and_nothing_else(
         assert running.deaths == [] and running.engine.pager.check() == []
 
 
+@pytest.mark.long
 def test_a_flipped_byte_is_named(mixture: Path, tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     shutil.copytree(mixture, model)

@@ -85,7 +85,7 @@ def test_more_than_the_model_reaches_is_told(prepared):
 
 def test_a_config_alone(cli, tmp_path):
     config = {
-        "model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512,
+        "model_type": "olmoe", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512,
         "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000, "num_local_experts": 4,
         "num_experts_per_tok": 2, "max_position_embeddings": 4096,
     }  # fmt: skip

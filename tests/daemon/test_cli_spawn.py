@@ -34,7 +34,7 @@ def test_start_status_logs_stop(cli: Cli) -> None:
     assert said.code == 0, said.err
     status = cli("status", "--json").json
     assert status["state"] == "idle" and f"pid {status['pid']}" in said.out
-    assert cli("ps", "--json").json == {"engines": []}
+    assert cli("ps", "--json").json == {"engines": [], "exclusive": None}
     assert "listening at" in cli("logs").out
     again = cli("serve")
     assert again.code == 1 and again.err.startswith("error: "), "a second daemon is refused"

@@ -283,7 +283,7 @@ async def test_another_user_gets_a_tenant_of_its_own(front, monkeypatch):
     monkeypatch.setattr(server_module, "peer_uid", lambda sock: 4321)
     front.server._allowed_uids = frozenset({4321})
     seen = []
-    monkeypatch.setattr(front.service, "submit", lambda submit, tenant: seen.append(tenant) or 1 / 0)
+    monkeypatch.setattr(front.service, "submit", lambda submit, tenant, **_: seen.append(tenant) or 1 / 0)
     wire = await front.connect()
     wire.generate(1, "x")
     with pytest.raises((EOFError, ConnectionError)):

@@ -93,13 +93,13 @@ async def ask(models_dir: Path, tmp_path: Path) -> AsyncIterator[Ask]:
     async with running(settings, command=WORKER) as front, aiohttp.ClientSession() as session:
         sock = socket.create_server(("127.0.0.1", 0))
         sock.setblocking(False)
-        runner = await web.start(front.service, sock)
+        runner, address = await web.start(front.service, sock), f"http://127.0.0.1:{sock.getsockname()[1]}"
 
         async def ask(dialect: Dialect, turns: list[dict[str, Any]]) -> Any:
             body = {"model": MODEL, "temperature": 0} | dialect.body(turns)
             if dialect.path.startswith("/api"):
                 del body["temperature"]
-            async with session.post(front.service.http_address + dialect.path, json=body) as response:
+            async with session.post(address + dialect.path, json=body) as response:
                 answer = await response.json()
                 assert response.status == 200, answer
                 return dialect.read(answer)

@@ -202,10 +202,10 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[Post, Found]]:
     async with running(settings, command=WORKER) as front, aiohttp.ClientSession() as session:
         sock = socket.create_server(("127.0.0.1", 0))
         sock.setblocking(False)
-        runner = await web.start(front.service, sock)
+        runner, address = await web.start(front.service, sock), f"http://127.0.0.1:{sock.getsockname()[1]}"
 
         async def post(path: str, body: Body) -> Body:
-            async with session.post(front.service.http_address + path, json={"model": MODEL, **body}) as response:
+            async with session.post(address + path, json={"model": MODEL, **body}) as response:
                 answer: Body = await response.json()
                 assert response.status == 200, answer
                 return answer

@@ -11,12 +11,13 @@ from tierd.tiers import check
 from tierd.tiers.errand import Errand, Slices
 from tierd.tiers.errors import StoreBroken
 from tierd.tiers.links import Link
+from tierd.tiers.mover import Completion
 from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import Node
+from tierd.tiers.store import Store, Verified
 
 if TYPE_CHECKING:
     from tierd.tiers.pager import Pager
-    from tierd.tiers.store import Store
 
 T = TypeVar("T")
 
@@ -51,6 +52,26 @@ class Verification(Errand):
             self.findings.append(f"stopped, for {reason}: {pages}")
         super().stop(reason)
 
+    def _arrived(self, done: Completion) -> None:
+        """The books learn of what was removed at once, even when the errand is over by now."""
+        if isinstance(done.result, Verified):
+            self._removed += [key for key in done.result.removed if not self._forget(key)]
+        super()._arrived(done)
+
+    def _forget(self, key: PageKey) -> bool:
+        """Books a removed page out. False when that has to wait: a copy is on its way from or to it."""
+        pager, node = self._pager, self._pager.index.get(key)
+        try:
+            if node is None or pager.store is None or not self._is_lost(pager.store, key):
+                return True
+        except StoreBroken:  # and with it all of its pages
+            return True
+        if node.moves:
+            return False
+        pager.residency.take(node, Tier.NVME)
+        pager.residency.settle(node)
+        return True
+
     def _slices(self) -> Slices:
         pager, store = self._pager, self._pager.store
         self.findings += check.check_ledgers(pager)
@@ -80,7 +101,6 @@ class Verification(Errand):
             found = yield from self._by_mover(Link.DISK_READ, read, num_bytes)
             self.read_pages += len(found.keys)
             self.findings += found.findings
-            self._removed += found.removed
             self._unknown += [key for key in found.keys if self._is_unknown(key)]
             if len(found.keys) < READ_PAGES:
                 break
@@ -108,14 +128,7 @@ class Verification(Errand):
         residency, wanted = self._pager.residency, {key for key in lost if self._is_lost(store, key)}
         residency.dropped_rows.update(dict.fromkeys(unknown))
         while wanted or any(key in residency.dropped_rows for key in unknown):
-            for key in list(wanted):
-                node = self._pager.index.get(key)
-                if node is not None and node.moves and self._is_lost(store, key):
-                    continue  # a copy is on its way from or to it: when that is over
-                if node is not None and self._is_lost(store, key):
-                    residency.take(node, Tier.NVME)
-                    residency.settle(node)
-                wanted.discard(key)
+            wanted = {key for key in wanted if not self._forget(key)}
             yield
         yield from self._by_mover(Link.DISK_WRITE, lambda: None)  # behind the removals
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.tiers.stand_ins import MemoryStore
 from tests.tiers.test_upkeep import chain
 from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey, Tier
-from tierd.tiers.store import PageMeta
+from tierd.tiers.store import PageMeta, Verified
 from tierd.tiers.verify import BOOK_PAGES, READ_PAGES, Verification
 
 MANY = 3000
@@ -160,4 +161,36 @@ def test_a_damaged_page_on_a_real_disk_while_a_sequence_goes_on(tmp_path: Path, 
         rig.settle()
         rig.check()
         assert len(verify(rig.pager, repair=False)) == (not repair)
+        rig.close()
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_what_a_repair_removed_is_booked_out_even_when_it_is_stopped(tmp_path: Path, heard: bool) -> None:
+    with open_store(tmp_path / "kv", 64) as store:
+        rig = Rig(device=6, host=0, store=store, mover=Mover(1))
+        for number in range(6):
+            rig.serve([number, *B])
+        assert rig.pager.flush(rig.now_s + 1) == 0
+        with open(tmp_path / "kv" / "slab-00000.pages", "r+b") as file:
+            file.seek(store.statistics().slot_bytes * 2 + 4096)
+            file.write(b"damage")
+            os.fsync(file.fileno())
+        looked, look = threading.Event(), store.verify_pages
+
+        def look_and_tell(after_slot: int, count: int, repair: bool) -> Verified:
+            found = look(after_slot, count, repair)
+            looked.set()
+            return found
+
+        store.verify_pages = look_and_tell  # type: ignore[method-assign]
+        verification = Verification(rig.pager, repair=True)
+        while not verification.findings if heard else not looked.is_set():
+            verification.advance()
+            rig.mover.wait(0.01)
+            if heard or not looked.is_set():
+                rig.poll()
+        verification.stop("it was cancelled")
+        rig.settle()
+        rig.check()
+        assert verify(rig.pager, repair=False) == []
         rig.close()

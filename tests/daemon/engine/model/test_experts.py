@@ -45,6 +45,7 @@ def move(running: Live, memory: int) -> None:
         pass
 
 
+@pytest.mark.long
 def test_every_placement_gives_the_same_tokens(mixture: Path, tmp_path: Path) -> None:
     manifest, dense, least = load_manifest(mixture), dense_bytes(mixture), least_bytes(mixture)
     with live(mixture, tmp_path, None) as running:

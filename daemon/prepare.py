@@ -199,8 +199,8 @@ class Preparer:
         if held is None:
             return
         now = held.arenas
-        asked = Arenas(*(wanted.get(f"{tier}_bytes") for tier in now._fields))  # type: ignore[arg-type]
-        arenas = Arenas(*(size if new is None else new for size, new in zip(now, asked, strict=True)))
+        named = {tier: size for tier in now._fields if (size := wanted.get(f"{tier}_bytes")) is not None}
+        arenas = now._replace(**named)
         others = sum(sum(one.arenas) + one.fixed for model, one in self._held.items() if model != name)
         fixed_bytes = held.fixed
         if (weights_bytes := wanted.get("weights_bytes")) is not None:
@@ -208,7 +208,9 @@ class Preparer:
         free_bytes = self._usable_bytes - others - fixed_bytes
         if sum(arenas) <= max(free_bytes, sum(now)):
             return
-        tier, size, other = ("host", *reversed(arenas)) if asked.device is None else ("device", *arenas)
+        tier = "device" if "device" in named else "host"
+        size = arenas.device if "device" in named else arenas.host
+        other = sum(arenas) - size
         left_bytes = max(free_bytes - other, 0)
         raise OutOfSpace(
             f"{human_bytes(size)} of {tier} memory do not fit: weights, workspace and other models leave "

@@ -37,6 +37,7 @@ class Long:
     """Threads that prefill one long prompt after the other, each."""
 
     def __init__(self, socket: Path, count: int, tokens: int, rng: random.Random) -> None:
+        self._socket = socket
         self._stop = threading.Event()
         self.ended = 0
         self._lock = threading.Lock()
@@ -45,6 +46,12 @@ class Long:
         ]
         for thread in self._threads:
             thread.start()
+
+    def settle(self) -> None:
+        """Returns when the engine works on all of them."""
+        with Client(self._socket) as client:
+            while client.call("status")["queue"]["running"] < len(self._threads):
+                time.sleep(0.05)  # no event tells of it
 
     def _run(self, socket: Path, tokens: int, rng: random.Random) -> None:
         while not self._stop.is_set():
@@ -80,11 +87,11 @@ def main() -> None:
             first_token_s(tierd.socket, short(rng, words))
         alone = [first_token_s(tierd.socket, short(rng, words)) for _ in range(asked.rounds)]
         long = Long(tierd.socket, asked.long, asked.tokens, rng)
-        time.sleep(3.0)
+        long.settle()
         begun, beside = time.perf_counter(), []
         for _ in range(asked.rounds):
             beside.append(first_token_s(tierd.socket, short(rng, words)))
-            time.sleep(rng.uniform(0.2, 0.6))
+            time.sleep(rng.uniform(0.2, 0.6))  # so that it comes at any moment of a step
         took_s, ended = time.perf_counter() - begun, long.ended
         long.stop()
     finally:

@@ -60,12 +60,6 @@ async def begin(runner: Runner, *texts: str, tenant: str = "", **more: Any) -> B
     return await runner.create(asked(await upload(runner, *texts, tenant=tenant, **more)), tenant)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (a state of another task)
-            await asyncio.sleep(0.005)
-
-
 async def lines(runner: Runner, file_id: str | None) -> dict[str, Any]:
     assert file_id is not None
     async with runner.stores() as (files, _):

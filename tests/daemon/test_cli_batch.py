@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -12,85 +11,24 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cli_batch_rig import COMMAND, Front, answers, batch_cli, chat, completion, write
 from cli_rig import Cli
 from fake_engine import whole_text
-from fake_front import USAGE, FakeFront
-from front_harness import Daemon, make_model
+from fake_front import USAGE
+from front_harness import Daemon
 
 from tierd.daemon import batch_run
 from tierd.daemon.cli_batch import Tally
-from tierd.daemon.errors import Conflict, EngineFailed, ModelNotFound, Reserved, TierdError, TooBusy, to_wire
+from tierd.daemon.errors import EngineFailed, ModelNotFound, Reserved, TooBusy
 from tierd.daemon.limits import MAX_PRIORITY
-from tierd.daemon.protocol import Event, Request, encode, to_submit
-
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+from tierd.daemon.protocol import Event, Request, encode
 
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    cli = Cli(tmp_path, monkeypatch, capsys)
-    make_model(cli.home / "models", "alpha")
-    monkeypatch.setattr(batch_run, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.chdir(tmp_path)
-    return cli
-
-
-class Front(FakeFront):
-    """A front that knows the model alpha.
-
-    `faults`: the first errors of each prompt. `width`: nothing is answered before so many requests came at once.
-    """
-
-    def __init__(self, path: Path, *faults: TierdError) -> None:
-        super().__init__(path)
-        self.answers["show"] = {"name": "alpha"}
-        self.faults = faults
-        self.live = self.most = self.width = 0
-        self._reached = asyncio.Event()
-        self._tries: dict[str, int] = {}
-
-    async def _generate(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        prompt = str(to_submit(request.args).prompt or request.args.get("messages"))
-        self._tries[prompt] = tried = self._tries.get(prompt, 0) + 1
-        if tried <= len(self.faults):
-            writer.write(encode(Event(request.id, "failed", dict(to_wire(self.faults[tried - 1])))))
-            return
-        self.live += 1
-        self.most = max(self.most, self.live)
-        try:
-            if self.most >= self.width:
-                self._reached.set()
-            await self._reached.wait()
-            await super()._generate(request, writer)
-        finally:
-            self.live -= 1
-
-
-def chat(custom_id: str, text: str, **body: Any) -> dict[str, Any]:
-    body = {"model": "alpha", "messages": [{"role": "user", "content": text}]} | body
-    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
-
-
-def completion(custom_id: str, **body: Any) -> dict[str, Any]:
-    return {"custom_id": custom_id, "method": "POST", "url": COMPLETION, "body": {"model": "alpha"} | body}
-
-
-def write(*lines: dict[str, Any]) -> None:
-    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def answers() -> dict[str, dict[str, Any]]:
-    """The lines of the output by their custom_id, each there once."""
-    lines = [json.loads(text) for text in Path("out.jsonl").read_text().splitlines()]
-    found = {line["custom_id"]: line for line in lines}
-    assert len(found) == len(lines)
-    return found
-
-
-COMMAND = ("batch", "in.jsonl", "-o", "out.jsonl")
+    return batch_cli(tmp_path, monkeypatch, capsys)
 
 
 def test_both_kinds_of_requests(cli: Cli) -> None:
@@ -300,66 +238,6 @@ def test_one_moving_line_on_a_terminal(cli: Cli) -> None:
     with Front(cli.socket):
         said = cli(*COMMAND, terminal=True)
     assert "\r\x1b[K5 of 5 requests, " in said.err and "0s left" in said.err
-
-
-# -- alone ----------------------------------------------------------------------------------------------------------
-
-
-GIVEN = {"streams": 8, "why": ["8 sequences at once"], "planned_tokens_per_s": 12.5}
-ALONE = (*COMMAND, "--exclusive")
-
-
-def alone(front: Front, op: str) -> list[dict[str, Any]]:
-    return [dict(request.args) for request in front.requests if request.op == op]
-
-
-def test_the_machine_is_asked_for_and_given_back(cli: Cli) -> None:
-    write(*(chat(str(n), "echo a b c", max_tokens=10) for n in range(30)))
-    with Front(cli.socket) as front:
-        front.answers |= {"reserve": GIVEN, "reserved": {}, "release": {}}
-        front.width = 10  # some wait for the place of one that ends
-        said = cli(*ALONE)
-    assert said.code == 0 and "30 answered" in said.out, said.err
-    (wish,) = alone(front, "reserve")
-    assert (wish["model"], wish["requests"], wish["answer_tokens"], wish["streams"]) == ("alpha", 30, 10, None)
-    assert front.most == 10 and "8 sequences at once" in said.err and "planned: 12.5 tokens/s" in said.err
-    assert alone(front, "reserved")[-1]["done"] == 30 and len(alone(front, "release")) == 1
-    ops = [request.op for request in front.requests]
-    assert ops.index("reserve") < ops.index("generate") < ops.index("release")
-
-
-def test_as_many_at_once_as_asked_for_alone(cli: Cli) -> None:
-    write(*(chat(str(n), "echo a") for n in range(4)))
-    with Front(cli.socket) as front:
-        front.answers |= {"reserve": GIVEN | {"streams": 3}, "reserved": {}, "release": {}}
-        assert cli(*ALONE, "--concurrency", "3").code == 0
-    assert alone(front, "reserve")[0]["streams"] == 3
-
-
-def test_only_what_is_not_answered_is_planned_for(cli: Cli) -> None:
-    write(chat("1", "echo a"), chat("2", "drop"))
-    with Front(cli.socket) as front:
-        front.answers |= {"reserve": GIVEN, "reserved": {}, "release": {}}
-        assert cli(*COMMAND, "--concurrency", "1").code == 69
-        assert cli(*ALONE).code == 69
-    assert alone(front, "reserve")[0]["requests"] == 1
-
-
-def test_a_machine_that_is_not_given_runs_nothing(cli: Cli) -> None:
-    write(chat("1", "echo a"))
-    with Front(cli.socket) as front:
-        front.answers["reserve"] = Conflict("another batch has the machine for itself")
-        said = cli(*ALONE)
-        assert front.submits == []
-    assert said.code == 1 and "another batch has the machine" in said.err
-
-
-def test_the_machine_is_for_one_model(cli: Cli) -> None:
-    write(chat("1", "echo a"), chat("2", "echo a", model="beta"))
-    with Front(cli.socket) as front:
-        said = cli(*ALONE)
-        assert alone(front, "reserve") == []
-    assert said.code == 2 and "2 models" in said.err and "--model" in said.err
 
 
 def test_the_tally() -> None:

@@ -162,8 +162,7 @@ async def test_pinned_models_stay(tmp_path, machine):
 
 async def test_memory_that_lacks_for_a_moment_is_looked_for_again(fake_models, tmp_path, machine, monkeypatch):
     free = [machine.available_ram]
-    with_free = lambda: machine._replace(available_ram=free[0])  # noqa: E731
-    async with _front(tmp_path, with_free, pinned_models=("alpha",)) as front:
+    async with _front(tmp_path, lambda: machine._replace(available_ram=free[0]), pinned_models=("alpha",)) as front:
         await front.service.load("alpha")
         alone = await _arenas(front, "alpha")
         free[0] = GB

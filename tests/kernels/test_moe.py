@@ -108,7 +108,7 @@ def test_experts_that_come_bit_by_bit_give_the_same_bits(name: str, count: int) 
         for span, expected in zip(((0, 19), (19, 20)), wanted, strict=True):
             inputs = batch(sequences, [span])
             np.testing.assert_array_equal(by_layers(model, decoder, source, inputs, arena), expected)
-        assert {layer for layer, _, _ in source.guesses} == set(model.shape.experts.layers)  # type: ignore[union-attr]
+        assert {layer for layer, _, _ in source.guesses} == set(model.shape.experts.layers)
 
 
 def test_guesses_are_what_the_next_router_says_now() -> None:
@@ -117,7 +117,7 @@ def test_guesses_are_what_the_next_router_says_now() -> None:
     sequences, slots = random_sequences(np.random.default_rng(4), [8], model.shape.vocab)
     nothing = {}
     for name in ("o", "down"):
-        block = model.layers[1].o if name == "o" else model.layers[1].experts[0].down  # type: ignore[union-attr]
+        block = model.layers[1].o if name == "o" else model.layers[1].experts[0].down
         nothing[name] = dataclasses.replace(block, data=np.zeros_like(block.data))
     idle = tuple(dataclasses.replace(expert, down=nothing["down"]) for expert in model.layers[1].experts if expert)
     second = dataclasses.replace(model.layers[1], o=nothing["o"], experts=idle)
@@ -182,7 +182,7 @@ def test_what_is_refused() -> None:
     layer = model.layers[1]
     with pytest.raises(ValueError, match="layer 1 is a mixture and has no router"):
         dataclasses.replace(model, layers=[model.layers[0], dataclasses.replace(layer, router=None), layer]).decoder()
-    wide = dataclasses.replace(layer.experts[0], down=layer.experts[0].gate_up)  # type: ignore[union-attr,type-var]
+    wide = dataclasses.replace(layer.experts[0], down=layer.experts[0].gate_up)
     wrong = dataclasses.replace(layer, experts=(wide, *layer.experts[1:]))
     with pytest.raises(ValueError, match="down must be 50 x 96"):
         dataclasses.replace(model, layers=[model.layers[0], wrong, layer]).decoder()
@@ -196,7 +196,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match="experts of layer 0 are streamed"):
             by_layers(model, decoder, None, inputs, arena)
         with pytest.raises(ValueError, match="no expert 4 in layer 0"):
-            decoder.weights.experts.put(0, 4, layer.experts[0])  # type: ignore[arg-type]
+            decoder.weights.experts.put(0, 4, layer.experts[0])
 
 
 def test_experts_are_kept_and_forgotten_one_by_one() -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tests.tiers.stand_ins import MemoryStore
 from tests.tiers.test_upkeep import chain
 from tierd.tiers.mover import Mover
 from tierd.tiers.page import PageKey, Tier
-from tierd.tiers.store import PageMeta, Verified
+from tierd.tiers.store import PageMeta, Store, Verified
 from tierd.tiers.verify import BOOK_PAGES, READ_PAGES, Verification
 
 MANY = 3000
@@ -134,19 +136,26 @@ def test_a_lost_page_that_is_being_loaded_is_forgotten_when_that_is_over() -> No
     rig.close()
 
 
-@pytest.mark.parametrize("repair", [False, True])
-def test_a_damaged_page_on_a_real_disk_while_a_sequence_goes_on(tmp_path: Path, repair: bool) -> None:
-    with open_store(tmp_path / "kv", 64) as store:
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[tuple[Rig, Store]]:
+    """A pager over a real store whose page in slot 2 fails its checksum."""
+    with open_store(path, 64) as store:
         rig = Rig(device=6, host=0, store=store, mover=Mover(1))
         for number in range(6):
             rig.serve([number, *B])
         assert rig.pager.flush(rig.now_s + 1) == 0
-        stored = len(list(store.pages()))
-        slab = tmp_path / "kv" / "slab-00000.pages"
-        with open(slab, "r+b") as file:
+        with open(path / "slab-00000.pages", "r+b") as file:
             file.seek(store.statistics().slot_bytes * 2 + 4096)
             file.write(b"damage")
             os.fsync(file.fileno())
+        yield rig, store
+        rig.close()
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_damaged_page_on_a_real_disk_while_a_sequence_goes_on(tmp_path: Path, repair: bool) -> None:
+    with damaged(tmp_path / "kv") as (rig, store):
+        stored = len(list(store.pages()))
         lease = rig.start(A)
         verification = Verification(rig.pager, repair)
         while not verification.advance():
@@ -161,20 +170,11 @@ def test_a_damaged_page_on_a_real_disk_while_a_sequence_goes_on(tmp_path: Path, 
         rig.settle()
         rig.check()
         assert len(verify(rig.pager, repair=False)) == (not repair)
-        rig.close()
 
 
 @pytest.mark.parametrize("heard", [False, True])
 def test_what_a_repair_removed_is_booked_out_even_when_it_is_stopped(tmp_path: Path, heard: bool) -> None:
-    with open_store(tmp_path / "kv", 64) as store:
-        rig = Rig(device=6, host=0, store=store, mover=Mover(1))
-        for number in range(6):
-            rig.serve([number, *B])
-        assert rig.pager.flush(rig.now_s + 1) == 0
-        with open(tmp_path / "kv" / "slab-00000.pages", "r+b") as file:
-            file.seek(store.statistics().slot_bytes * 2 + 4096)
-            file.write(b"damage")
-            os.fsync(file.fileno())
+    with damaged(tmp_path / "kv") as (rig, store):
         looked, look = threading.Event(), store.verify_pages
 
         def look_and_tell(after_slot: int, count: int, repair: bool) -> Verified:
@@ -182,7 +182,7 @@ def test_what_a_repair_removed_is_booked_out_even_when_it_is_stopped(tmp_path: P
             looked.set()
             return found
 
-        store.verify_pages = look_and_tell  # type: ignore[method-assign]
+        store.verify_pages = look_and_tell
         verification = Verification(rig.pager, repair=True)
         while not verification.findings if heard else not looked.is_set():
             verification.advance()
@@ -193,4 +193,3 @@ def test_what_a_repair_removed_is_booked_out_even_when_it_is_stopped(tmp_path: P
         rig.settle()
         rig.check()
         assert verify(rig.pager, repair=False) == []
-        rig.close()

@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from batch_rig import Clock, Gate, a_while, asked, begin, broken, lines, runner_of, until, upload
+from batch_rig import Clock, Gate, a_while, asked, begin, broken, lines, runner_of, upload
 from front_harness import Front
 
+from tests.waiting import until
 from tierd.daemon.api import batches, batches_run
 from tierd.daemon.api.batches import ENDED, WINDOW_S, Batch
 from tierd.daemon.api.files import Files

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 
 import pytest
-from batch_rig import Clock, a_while, begin, runner_of, until
+from batch_rig import Clock, a_while, begin, runner_of
 from front_harness import Front, make_settings, running
 
+from tests.waiting import until
 from tierd.daemon import batch_run, keys, tenants
 from tierd.daemon.api.batches_places import Share
 from tierd.daemon.errors import QuotaExceeded

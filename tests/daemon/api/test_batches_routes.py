@@ -10,8 +10,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from batch_rig import Gate, a_while, until
+from batch_rig import Gate, a_while
 
+from tests.waiting import until
 from tierd.daemon.api import batches_routes
 from tierd.daemon.api.files import Files
 

@@ -45,7 +45,7 @@ def test_a_card_that_torch_can_not_use_is_named() -> None:
 def test_a_card_without_torch_is_named_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("tierd.daemon.engine.backend_cuda", raising=False)
     monkeypatch.setitem(sys.modules, "tierd.daemon.engine.backend_cuda", None)  # as an import that fails
-    card, notes = FakeGpu(), []  # type: ignore[var-annotated]
+    card, notes = FakeGpu(), []
     chosen = backend.choose(2, notes.append, open_card=lambda: card)
     assert isinstance(chosen, backend.CpuBackend) and card.closed
     assert len(notes) == 1 and "is not installed" in notes[0] and "tierd[gpu]" in notes[0]

@@ -66,7 +66,7 @@ def model(decoder: Recorder, seats: int = 2) -> DraftModel:
     clock = iter(range(10**6))
     return DraftModel(
         "small", decoder, (), pages, vocab=VOCAB, known=KNOWN, memory_bytes=1, clock=lambda: float(next(clock))
-    )  # type: ignore[arg-type]
+    )
 
 
 def wish(owner: int, tokens: list[int]) -> Wish:
@@ -306,7 +306,7 @@ def test_a_card_has_no_draft_model(pair: tuple[Path, Path], tmp_path: Path) -> N
     notes: list[str] = []
     rest: list[Any] = [None] * 3  # what a draft model would be built of
     with contextlib.ExitStack() as resources:
-        found = assemble._guesses(config, rest[0], rest[1], object(), rest[2], resources, 2, notes.append)  # type: ignore[arg-type]
+        found = assemble._guesses(config, rest[0], rest[1], object(), rest[2], resources, 2, notes.append)
     assert found is None and len(notes) == 1 and "a card has all weights" in notes[0]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.daemon.engine.fakes import PAGE, VOCAB, logits_for
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
 from tests.daemon.engine.rig import Rig
+from tests.waiting import until
 from tierd.daemon.engine.embed import MAX_CALL_INPUTS, EmbedArgs, Embedder, Embedding, Pooling
 from tierd.daemon.engine.request import Request
 from tierd.daemon.errors import BadRequest, ContextLengthExceeded, EngineFailed, TierdError
@@ -33,12 +34,6 @@ def vector(data: bytes) -> np.ndarray:
 
 def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x)
-
-
-async def until(found: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not found():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 # -- on fakes ----------------------------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ async def test_places_go_to_the_prompt_of_the_highest_rank_and_back_from_who_sto
 
         def call(count: int, priority: int) -> asyncio.Task[dict[str, Any]]:
             given = {"inputs": [[1, 2]] * count, "priority": priority}
-            return asyncio.create_task(embedder.embed(rig.intake, steps, tokenizer, given))  # type: ignore[arg-type]
+            return asyncio.create_task(embedder.embed(rig.intake, steps, tokenizer, given))
 
         background = [call(64, 100), call(64, 100), call(64, 100)]
         await until(lambda: len(embedder._places._waiting) == 190)

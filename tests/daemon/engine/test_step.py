@@ -123,7 +123,7 @@ def test_a_newcomer_ends_a_long_step_and_one_in_the_background_does_not() -> Non
             arrived.append(2 + len(arrived))
             rig.put(arrived[-1], PROMPT, priority=2 - len(arrived))  # first one of the background
 
-    rig.decoder.start = start_and_meet  # type: ignore[method-assign]
+    rig.decoder.start = start_and_meet
     rig.put(1, long)
     rig.loop.start()
     rig.wait(1, 2, 3)

@@ -129,6 +129,7 @@ def usage(counts: Mapping[str, Any], keep: tuple[Keep, ...], output_tokens: int)
         "cache_creation_input_tokens": sum(created.values()),
         "cache_creation": {"ephemeral_5m_input_tokens": created[300.0], "ephemeral_1h_input_tokens": created[3600.0]},
         "output_tokens": output_tokens,
+        **({"kv_mode": counts["kv_mode"]} if "kv_mode" in counts else {}),  # not of Anthropic: see docs/modes
     }
 
 

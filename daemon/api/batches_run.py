@@ -316,15 +316,18 @@ class Runner:
             return Answer(item.id, item.custom_id, None, LineFault(exc.code, exc.message))
 
     async def _append(self, job: Job, opened: _Open, answer: Answer) -> None:
-        line = lines_of([answer])
-        if answer.error is None:
-            await self.grow(job.answers_id, len(line))
-            await to_its_end(opened.answers.write, line)
-            job.batch.request_counts.completed += 1
-        else:
-            await self.grow(job.faults_id, len(line))
-            await to_its_end(opened.faults.write, line)
-            job.batch.request_counts.failed += 1
+        line, counts = lines_of([answer]), job.batch.request_counts
+
+        def tell() -> None:  # and count at once: a cancel that comes meanwhile takes nothing back
+            if answer.error is None:
+                opened.answers.write(line)
+                counts.completed += 1
+            else:
+                opened.faults.write(line)
+                counts.failed += 1
+
+        await self.grow(job.answers_id if answer.error is None else job.faults_id, len(line))
+        await to_its_end(tell)
 
     async def _expire(self, job: Job) -> None:
         """What has no answer when the time is over is told so, each on a line."""

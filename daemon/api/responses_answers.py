@@ -311,5 +311,5 @@ def _sse(piece: Piece) -> bytes:
 def _usage(counts: Usage) -> ResponseUsage:
     return ResponseUsage(
         counts.prompt_tokens, counts.completion_tokens, counts.total_tokens, counts.prompt_tokens_details,
-        counts.completion_tokens_details,
+        counts.completion_tokens_details, counts.kv_mode,
     )  # fmt: skip

@@ -152,6 +152,7 @@ class ResponseUsage(Struct):
     total_tokens: int
     input_tokens_details: PromptDetails
     output_tokens_details: CompletionDetails
+    kv_mode: str | UnsetType = UNSET  # not of OpenAI: what was kept of the context, if not all
 
 
 class ResponseError(Struct):

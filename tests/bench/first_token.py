@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from tierd.clients.blocking import Client
+from tierd.daemon.errors import TierdError
 from tierd.daemon.protocol import Message, Sampling, Submit
 
 from .peers import MODEL, REPOSITORY, Tierd
@@ -48,20 +49,27 @@ class Long:
             thread.start()
 
     def settle(self) -> None:
-        """Returns when the engine works on all of them."""
+        """Returns when the engine has all of them."""
         with Client(self._socket) as client:
-            while client.call("status")["queue"]["running"] < len(self._threads):
+            while client.call("status")["queue"]["live"] < len(self._threads):
                 time.sleep(0.05)  # no event tells of it
 
     def _run(self, socket: Path, tokens: int, rng: random.Random) -> None:
         while not self._stop.is_set():
             prompt = tuple(rng.randrange(1000, 40000) for _ in range(tokens))
-            first_token_s(socket, Submit(model=MODEL, tokens=prompt, sampling=GREEDY))
+            try:
+                first_token_s(socket, Submit(model=MODEL, tokens=prompt, sampling=GREEDY))
+            except (TierdError, OSError):
+                if self._stop.is_set():
+                    return  # cut off
+                raise
             with self._lock:
                 self.ended += 1
 
-    def stop(self) -> None:
+    def stop(self, tierd: Tierd) -> None:
+        """Cut them off: to let them end would take minutes."""
         self._stop.set()
+        tierd.close()
         for thread in self._threads:
             thread.join()
 
@@ -82,6 +90,7 @@ def main() -> None:
     rng = random.Random(7)
     words = [word for word in Path(__file__).read_text().split() if word.isalpha()]
     tierd = Tierd(models, asked.threads)
+    long = None
     try:
         for _ in range(3):
             first_token_s(tierd.socket, short(rng, words))
@@ -93,9 +102,11 @@ def main() -> None:
             beside.append(first_token_s(tierd.socket, short(rng, words)))
             time.sleep(rng.uniform(0.2, 0.6))  # so that it comes at any moment of a step
         took_s, ended = time.perf_counter() - begun, long.ended
-        long.stop()
     finally:
-        tierd.close()
+        if long is not None:
+            long.stop(tierd)
+        else:
+            tierd.close()
     one, other = statistics.median(alone), statistics.median(beside)
     print(f"alone  {one * 1e3:6.0f} ms (median of {len(alone)}, {min(alone) * 1e3:.0f} to {max(alone) * 1e3:.0f})")
     print(f"beside {other * 1e3:6.0f} ms (median of {len(beside)}, {min(beside) * 1e3:.0f} to {max(beside) * 1e3:.0f})")

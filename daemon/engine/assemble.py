@@ -17,7 +17,7 @@ import msgspec
 
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine import draft
-from tierd.daemon.engine.backend import Backend, CpuBackend, OwnDecoder, choose
+from tierd.daemon.engine.backend import Backend, OwnDecoder, choose
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.embed import Pooling
 from tierd.daemon.engine.foresight import Foresight
@@ -116,7 +116,7 @@ def build(
     try:
         backend = choose(threads, notes.append, make_decoder)
         resources.callback(backend.close)
-        if isinstance(backend, CpuBackend):
+        if not backend.on_card:
             CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
         return _build(config, hooks, manifest, resources, threads, max_requests, backend, notes)
     except BaseException:
@@ -164,7 +164,7 @@ def _build(
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = _facts(manifest, context, capacity_tokens, isinstance(backend, CpuBackend))
+    facts = _facts(manifest, context, capacity_tokens, not backend.on_card)
     remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
@@ -197,7 +197,7 @@ def _build(
     )  # fmt: skip
     loops.append(loop)
     # It plans for processors: beside what a card measures its figures would mislead.
-    foresight = Foresight(config, manifest, threads, context) if isinstance(backend, CpuBackend) else None
+    foresight = None if backend.on_card else Foresight(config, manifest, threads, context)
     top = TopBoard(streams, pager, prefixes, config.kv_format, Beside(board.figures, weights, foresight))
     return Engine(
         manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights,
@@ -244,7 +244,7 @@ def _guesses(
 ) -> Guesses | None:  # fmt: skip
     """Those of the draft model, where there is one. Raises BadConfig when it does not go with this model."""
     mode, off = Speculate(config.speculate), config.draft_off_reason
-    if config.draft_dir and not isinstance(backend, CpuBackend):
+    if config.draft_dir and backend.on_card:
         off = "a card has all weights in its memory, where a draft brings little"
     if off:
         note(f"the draft model is off: {off}")
@@ -303,10 +303,7 @@ def _decoder(
         hooks.progress("kernels", done, total)
 
     try:
-        if isinstance(backend, CpuBackend):
-            far = partial(rope.angles, frequencies)
-            return backend.decoder(weights, layout, *tables, max_rows, progress, far)
-        return backend.decoder(weights, layout, *tables, max_rows, progress)
+        return backend.decoder(weights, layout, *tables, max_rows, progress, partial(rope.angles, frequencies))
     except ValueError as exc:
         raise BadConfig(f"{backend.name} can't run this: {exc}") from exc
 
@@ -356,7 +353,7 @@ def _namespace(manifest: Manifest, layout: PageLayout, frequencies: rope.Frequen
 
     Two backends round differently: a sequence that began on one would not go on as it began.
     """
-    where = "" if isinstance(backend, CpuBackend) else " card"
+    where = " card" if backend.on_card else ""
     return f"tierd {KV_VERSION} {manifest.digest} {layout.describe()} {frequencies.describe()}{where}"
 
 

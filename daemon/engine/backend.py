@@ -41,6 +41,11 @@ class Backend(Protocol):
         """For people: what computes."""
         ...
 
+    @property
+    def on_card(self) -> bool:
+        """Whether a card computes: it rounds differently, has all weights in its memory, and takes no bounded modes."""
+        ...
+
     def device_block(self, size_bytes: int, max_bytes: int) -> Block:
         """Memory of the device arena. Raises OSError (ENOMEM)."""
         ...
@@ -62,9 +67,12 @@ class Backend(Protocol):
         ...
 
     def decoder(
-        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress
-    ) -> OwnDecoder:
-        """Computes. `progress` counts stages while kernels are compiled. Raises ValueError for what it can't do."""
+        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
+        far: Angles | None = None,
+    ) -> OwnDecoder:  # fmt: skip
+        """Computes. `progress` counts stages while kernels are compiled; `far`: angles of positions beyond the tables,
+        for texts without an end. Raises ValueError for what it can't do.
+        """
         ...
 
     def close(self) -> None:
@@ -88,6 +96,10 @@ class CpuBackend:
     def name(self) -> str:
         return f"the CPU, {self._threads} threads"
 
+    @property
+    def on_card(self) -> bool:
+        return False
+
     def device_block(self, size_bytes: int, max_bytes: int) -> Block:
         return HostBlock(size_bytes, max_bytes)
 
@@ -107,7 +119,6 @@ class CpuBackend:
         self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
         far: Angles | None = None,
     ) -> OwnDecoder:  # fmt: skip
-        """`far`: angles of positions beyond the tables, for texts without an end."""
         decoder = self._make_decoder(
             weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
             max_rows, self._threads, far,

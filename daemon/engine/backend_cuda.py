@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tierd.daemon.engine.model.weights import ModelWeights
+from tierd.kernels.cpu.step import Angles
 from tierd.kernels.gpu.decoder import GpuDecoder, GpuLayer, load_ends
 from tierd.kernels.gpu.graphs import CudaCapturer
 from tierd.kernels.layout import PageLayout
@@ -70,6 +71,10 @@ class CudaBackend:
             map(str, torch.cuda.get_device_capability(self._device))
         )
 
+    @property
+    def on_card(self) -> bool:
+        return True
+
     def device_block(self, size_bytes: int, max_bytes: int) -> Block:
         block = DeviceBlock(self._gpu, size_bytes, max_bytes)
         self._blocks.append(block)
@@ -101,19 +106,21 @@ class CudaBackend:
         sin: Floats,
         max_rows: int,
         progress: Callable[[int, int], None],
+        far: Angles | None = None,
     ) -> GpuDecoder:
+        """`far` is for bounded modes, which are refused where a card computes."""
         dtype = torch.float16 if layout.format == "fp16" else torch.bfloat16
         layers = [layer for layer in weights.layers if layer is not None]
         if weights.embed is None or weights.head is None or len(layers) < weights.shape.num_layers:
             raise ValueError("the card takes all weights into its own memory: leave weights_mem at auto")
         moved = [GpuLayer.load(layer, self._device, dtype) for layer in layers]
         ends = load_ends(weights.embed, weights.final_norm, weights.head, self._device, dtype)
-        on_card = self._device.type == "cuda"
-        if on_card:
+        is_cuda = self._device.type == "cuda"
+        if is_cuda:
             torch.cuda.synchronize(self._device)  # the weights were moved on another stream
         decoder = GpuDecoder(
             weights.shape, moved, ends, layout, cos, sin, max_rows, dtype, capture=self._capture(self._device),
-            stream=torch.cuda.ExternalStream(self._compute, self._device) if on_card else None, note=self._note,
+            stream=torch.cuda.ExternalStream(self._compute, self._device) if is_cuda else None, note=self._note,
         )  # fmt: skip
         decoder.warm_up(progress)
         return decoder

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from tierd.daemon.engine import loading
 from tierd.daemon.engine.loading import Choice, Progress
 from tierd.daemon.engine.request import Request
-from tierd.daemon.engine.scheduler import Phase
+from tierd.daemon.engine.scheduler import ACTIVE, Limits, Phase
 from tierd.daemon.errors import EngineFailed, OutOfSpace, TierdError
 from tierd.tiers.lease import Lease
 from tierd.tiers.links import Link
@@ -27,6 +27,12 @@ def may_compute(pager: Pager, request: Request, lease: Lease, now_s: float) -> b
     if choice is Choice.COMPUTE:
         pager.promoter.stop_loading(lease)
     return choice is not Choice.WAIT
+
+
+def has_place(requests: Collection[Request], limits: Limits) -> bool:
+    """Whether whoever comes now can be let in: a place is free, or one in the background gives its own."""
+    active = [request for request in requests if request.phase in ACTIVE]
+    return len(active) < limits.max_streams or any(request.priority > 0 for request in active)
 
 
 def is_joining(requests: Collection[Request], now_s: float) -> bool:

@@ -158,7 +158,7 @@ class Streams:
                 self._accept(request, request.lease)
         work = self._gather(chunks)
         if work:
-            self._compute(work, awaited)
+            self._compute(work, lambda: awaited() and fetch.has_place(self._requests.values(), self._limits))
         self._outbox.due(self._requests.values(), self._clock())
         self._unstick(self._clock(), bool(work), moved)  # the step itself may have taken long
         # Not for whoever was let in and can't compute yet: it waits for pages.

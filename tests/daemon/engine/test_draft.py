@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -305,8 +306,9 @@ def test_a_card_has_no_draft_model(pair: tuple[Path, Path], tmp_path: Path) -> N
     config = engine(pair[0], tmp_path, pair[1]).config
     notes: list[str] = []
     rest: list[Any] = [None] * 3  # what a draft model would be built of
+    card: Any = SimpleNamespace(on_card=True)
     with contextlib.ExitStack() as resources:
-        found = assemble._guesses(config, rest[0], rest[1], object(), rest[2], resources, 2, notes.append)
+        found = assemble._guesses(config, rest[0], rest[1], card, rest[2], resources, 2, notes.append)
     assert found is None and len(notes) == 1 and "a card has all weights" in notes[0]
 
 

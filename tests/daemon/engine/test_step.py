@@ -13,7 +13,7 @@ import pytest
 
 from tests.daemon.engine.fakes import expected
 from tests.daemon.engine.rig import PromptMover, Rig, fail
-from tierd.daemon.engine import step
+from tierd.daemon.engine import step, stepping
 from tierd.daemon.engine.step import StepLoop
 from tierd.daemon.errors import EngineFailed, TooBusy
 from tierd.daemon.protocol import TERMINAL, Event, Sampling, Submit
@@ -112,7 +112,8 @@ def test_cancel_follows_its_request(rig: Running) -> None:
     rig.check_quiet()
 
 
-def test_a_newcomer_ends_a_long_step_and_one_in_the_background_does_not() -> None:
+def test_a_newcomer_ends_a_long_step_and_one_in_the_background_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "LONG_STEP_S", 0.0)
     rig = Running(max_rows=64)
     long, start = [1 + place % 50 for place in range(190)], rig.decoder.start
     arrived: list[int] = []

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.daemon.engine.fakes import expected
 from tests.daemon.engine.rig import END, Rig, fail
+from tierd.daemon.engine import stepping
 from tierd.daemon.engine.outbox import TELL_EVERY_S
 from tierd.daemon.engine.scheduler import Phase
 from tierd.daemon.engine.streams import STILL_S, STUCK_S
@@ -365,7 +366,8 @@ def test_a_request_may_wish_that_the_beginning_of_its_prompt_stays() -> None:
     assert rig.of(1, "accepted")[0]["keep_tokens"] == [9, 2]
 
 
-def test_a_long_step_gives_way_to_a_newcomer_once_and_counts_for_nothing() -> None:
+def test_a_long_step_gives_way_to_a_newcomer_once_and_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "LONG_STEP_S", 0.0)
     rig = Rig(max_rows=64)
     prompt = [1 + place % 50 for place in range(150)]
     rig.submit(1, prompt, 3)
@@ -383,6 +385,27 @@ def test_a_long_step_gives_way_to_a_newcomer_once_and_counts_for_nothing() -> No
     assert asked == [True] and rig.of(2, "failed") == []
     rig.run()
     assert rig.tokens(1) == expected(prompt, 3) and rig.tokens(2) == expected(prompt[:1], 3)
+
+
+def test_a_step_does_not_give_way_to_one_for_whom_there_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "LONG_STEP_S", 0.0)
+    for priority, dropped in ((0, 0), (5, 1)):  # one in the background gives its place to whoever comes
+        rig = Rig(max_rows=64, max_streams=1)
+        rig.submit(1, [1 + place % 50 for place in range(150)], 3, priority=priority)
+        rig.turn()
+        rig.streams.turn(lambda: True)
+        assert rig.streams.totals.dropped_steps == dropped
+        rig.run()
+
+
+def test_a_short_step_is_one_launch_and_gives_way_to_nobody() -> None:
+    rig = Rig(max_rows=64)
+    rig.submit(1, [1 + place % 50 for place in range(150)], 3)
+    rig.turn()  # measured: 64 rows take some milliseconds
+    asked: list[bool] = []
+    rig.streams.turn(lambda: bool(asked.append(True)) or True)
+    assert not asked and rig.streams.totals.dropped_steps == 0
+    rig.run()
 
 
 def test_a_step_in_which_somebody_decodes_does_not_give_way() -> None:

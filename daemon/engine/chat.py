@@ -2,7 +2,7 @@
 
 The template is a program from a model directory, so it runs in jinja2's immutable sandbox, with what `transformers`
 offers it (`trim_blocks`, `lstrip_blocks`, loop controls, `raise_exception`, `tojson`, `strftime_now`,
-`{% generation %}`) and a limit on its output.
+`{% generation %}`) and limits on its output and its time.
 
 A message must not be able to end its own turn by spelling `<|im_end|>`. Special tokens inside of messages, tools, calls
 and results are replaced by markers while the template runs and become ordinary characters afterwards; those the
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -28,7 +30,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tierd.daemon.engine.tokens import Vocabulary
@@ -39,6 +41,7 @@ from tierd.daemon.errors import BadRequest, ModelInvalid, Unsupported
 from tierd.daemon.protocol import Message, Tool
 
 MAX_RENDERED_CHARS = 16 << 20  # as much as the largest frame can carry in; a template that doubles it is broken
+MAX_RENDER_S = 2.0  # of a processor: thousands of messages take some milliseconds
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_FRAME_CHARS = 64  # that a template writes between the beginning of a turn and its content
 
@@ -66,6 +69,49 @@ class _Generation(Extension):
         return str(caller())
 
 
+class _TooLong(Exception):
+    """The template has had its time, or makes something that no conversation needs."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Also bounds the time: every turn of a loop and every call of a macro looks at the clock."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self._end_s = math.inf
+
+    def bounded(self, source: str) -> jinja2.Template:
+        """The template with the looks in it. Raises jinja2.TemplateError, RecursionError."""
+        tree = self.parse(source)
+        repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [*tree.find_all(nodes.For)]
+        repeated += [*tree.find_all(nodes.Macro), *tree.find_all(nodes.CallBlock)]
+        for node in repeated:
+            look = nodes.Call(nodes.EnvironmentAttribute("look"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(look, lineno=node.lineno))
+        return self.from_string(tree)
+
+    def begin(self) -> None:
+        """The time of a rendering begins."""
+        self._end_s = time.thread_time() + MAX_RENDER_S
+
+    def look(self) -> None:
+        if time.thread_time() > self._end_s:
+            raise _TooLong
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Products and powers, of which a single one could take all time and memory."""
+        numbers = [one for one in (left, right) if isinstance(one, int | float)]
+        if any(abs(one) > (1024 if operator == "**" else 2**64) for one in numbers):
+            raise _TooLong
+        if len(numbers) == 1:  # of a text or a list
+            (many,) = (one for one in (left, right) if one is not numbers[0])
+            if len(many) * numbers[0] > MAX_RENDERED_CHARS:
+                raise _TooLong
+        return super().call_binop(context, operator, left, right)
+
+
 class ChatTemplate:
     """A compiled chat template. Threading: one thread at a time, that of `Vocabulary.encode`."""
 
@@ -78,15 +124,13 @@ class ChatTemplate:
         self._special = special
         written = sorted(vocabulary.special, key=len, reverse=True)  # the longest first: it may hold a shorter one
         self._control = re.compile("|".join(map(re.escape, written)) if written else r"(?!)")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = self._sandbox = _Sandbox()
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as exc:
+            self._template = environment.bounded(source)
+        except (jinja2.TemplateError, RecursionError) as exc:
             raise ModelInvalid(f"this model's chat template is broken: {exc}", hint="pull the model again") from exc
         self.dialect = detect(source, vocabulary.special, vocabulary.added)
         self._shows_tools = "tools" in source and self._tries_tools()
@@ -209,6 +253,7 @@ class ChatTemplate:
         length = 0
         # Qwen and SmolLM3 know the first name, DeepSeek and Granite the second.
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        self._sandbox.begin()
         try:
             for part in self._template.generate(
                 messages=turns, tools=tools or None, documents=None, add_generation_prompt=True, **options,
@@ -220,6 +265,8 @@ class ChatTemplate:
                 parts.append(part)
         except BadRequest:
             raise
+        except _TooLong:
+            raise BadRequest("this model's chat template takes too long for these messages", param="messages") from None
         except Exception as exc:
             # A template can fail in any way Python can. Its own complaint is meant for the user; other texts may quote
             # the conversation.

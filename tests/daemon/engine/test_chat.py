@@ -87,6 +87,28 @@ def test_an_endless_template_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         template("{% for i in range(90000) %}{{ i }} {% endfor %}").encode([Message("user", "x")])
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for n in [60, 60] recursive %}{% if n %}{{ loop([n - 1, n - 1]) }}{% endif %}{% endfor %}",
+        "{{ 9 ** 9 ** 9 }}", "{{ ('x' * 9999999) * 9999999 }}", "{{ 3 * ['x'] * 99999999 }}",
+        "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    ],
+)  # fmt: skip
+def test_a_template_that_only_takes_time_ends(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_RENDER_S", 0.05)
+    with pytest.raises(BadRequest, match="takes too long") as caught:
+        template(source).encode([Message("user", "x")])
+    assert caught.value.param == "messages"
+
+
+def test_products_that_templates_need_are_there() -> None:
+    source = "{{ '-' * 3 }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ ([1] * 2) | length }}{{ 1.5 * 2 }}"
+    assert template(source).render([Message("user", "x")]) == "---6823.0"
+
+
 def test_what_transformers_offers_is_there() -> None:
     source = (
         "{% generation %}{{ {'b': '<ü>', 'a': 1} | tojson }}{% endgeneration %}{{ strftime_now('%Y')|length }}"

@@ -15,9 +15,8 @@ from tierd.tiers.mover import Completion, Job, JobClass
 if TYPE_CHECKING:
     from tierd.tiers.pager import Pager
 
-_WAIT_S = 0.05  # one wait for the mover inside `run`
-
-Slices = Generator[None, None, None]  # yields between two slices, and while it waits
+# Yields between two slices: whether the next one can be done at once. If not, something has to move first.
+Slices = Generator[bool, None, None]
 
 
 class Errand:
@@ -33,16 +32,12 @@ class Errand:
         self.ended = False
         self.stopped = ""  # why it ended before its end; empty if it did not
         self.error: Exception | None = None  # what its slices raised, or its jobs
+        self.waits = False  # there is nothing to do now: `advance` need not be called at once
         self._pager = pager
         self._deadline_s = deadline_s
         self._running = self._slices()
         self._job: Job | None = None  # under way
         self._done: Completion | None = None
-
-    @property
-    def waits(self) -> bool:
-        """Whether the next slice has to wait for the mover."""
-        return self._job is not None and self._done is None
 
     def advance(self) -> bool:
         """Do the next slice if it can be done; True when all is over. To be called until then."""
@@ -60,13 +55,6 @@ class Errand:
         if self._job is not None:
             self._pager.mover.cancel(self._job)
 
-    def run(self) -> None:
-        """Advance it to its end, and do nothing else."""
-        while not self.advance():
-            if self.waits or self._pager.mover.outstanding:
-                self._pager.mover.wait(_WAIT_S)
-            self._pager.poll(self._pager.clock())
-
     def _slices(self) -> Slices:
         """The work."""
         raise NotImplementedError
@@ -75,7 +63,7 @@ class Errand:
         if self.ended:
             return
         try:
-            next(self._running)
+            self.waits = not next(self._running)
         except StopIteration:
             self.ended = True
         except Exception as exc:
@@ -83,14 +71,14 @@ class Errand:
 
     def _by_mover(
         self, link: Link, call: Callable[[], Any], num_bytes: int = 0
-    ) -> Generator[None, None, Any]:
+    ) -> Generator[bool, None, Any]:
         """What a job returns that runs after everything else on its link. Raises what the job raised."""
         job = Job(call, link, num_bytes, self._arrived)
         while not self._pager.mover.submit(job, JobClass.WRITE_BEHIND):
-            yield
+            yield False
         self._job, self._done = job, None
         while (done := self._done) is None:
-            yield
+            yield False
         self._job = self._done = None
         if done.error is not None:
             raise done.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import math
 import threading
@@ -87,7 +88,7 @@ class LinkMeter:
         self._fresh_s = 0.0  # active time since the last transfer that counted
         self._piece_bytes, self._piece_s = 0, 0.0
         self._pieces: deque[float] = deque(maxlen=_PIECES)  # rates
-        self._peak = self._p99 = 0.0
+        self._peak = 0.0
         self._urgent = 0
         self._compute_wait_s = 0.0
 
@@ -130,7 +131,6 @@ class LinkMeter:
         if self._piece_s >= _PIECE_S:
             self._pieces.append(self._piece_bytes / self._piece_s)
             self._peak = max(self._peak, self._pieces[-1])
-            self._p99 = sorted(self._pieces)[int(0.99 * (len(self._pieces) - 1))]
             self._piece_bytes, self._piece_s = 0, 0.0
         if num_bytes > 0:
             kept = math.exp(-self._fresh_s / _MEMORY_S)
@@ -154,8 +154,15 @@ class LinkMeter:
             self._piece_s += now_s - self._seen_s
         self._seen_s = now_s
 
+    def snapshot(self) -> LinkMeter:
+        """A meter that stands still: what takes long with the figures need not hold up whoever counts."""
+        twin = copy.copy(self)
+        twin._pieces = self._pieces.copy()
+        return twin
+
     def statistics(self) -> LinkStats:
-        """A frozen copy of the counters."""
+        """A frozen copy of the counters. It sorts: ask a `snapshot` where somebody waits."""
+        rates = sorted(self._pieces)
         return LinkStats(
             total_bytes=self._bytes,
             busy_s=self._busy_s,
@@ -167,7 +174,7 @@ class LinkMeter:
             queued=self._queued,
             bytes_per_s=self._recent_bytes / self._recent_s if self._recent_s > 0 else 0.0,
             peak_bytes_per_s=self._peak,
-            p99_bytes_per_s=self._p99,
+            p99_bytes_per_s=rates[int(0.99 * (len(rates) - 1))] if rates else 0.0,
             compute_wait_s=self._compute_wait_s,
         )
 

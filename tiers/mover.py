@@ -302,7 +302,8 @@ class Mover:
     def statistics(self) -> dict[Link, LinkStats]:
         """What each link has carried."""
         with self._lock:
-            return {link: meter.statistics() for link, meter in self._meters.items()}
+            meters = {link: meter.snapshot() for link, meter in self._meters.items()}
+        return {link: meter.statistics() for link, meter in meters.items()}
 
     def close(self) -> None:
         """Lets running jobs end, fails the queued ones with `MoverClosed`, joins the threads. Idempotent."""

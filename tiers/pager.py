@@ -79,8 +79,8 @@ class Pager:
         self.tables = PageTables(self.residency, self.promoter)
         self.committer = Committer(self.residency, self.writeback, self.promoter, self.page_time)
         self.resizer = Resizer(self)
-        self.shares = Shares(self.residency)
         self.leases: set[Lease] = set()
+        self.shares = Shares(self.residency, self.leases)
         self.clock = clock
         self._events = events
         self._epoch_s = 0.0  # page time = clock + epoch

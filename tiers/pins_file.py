@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from tierd.tiers import small_file
 from tierd.tiers.keys import KEY_BYTES
 from tierd.tiers.page import PageKey
 
@@ -30,15 +29,9 @@ def read(file: Path | None) -> tuple[set[PageKey], dict[PageKey, float]]:
 def write(file: Path | None, pinned: Collection[PageKey], until_s: Mapping[PageKey, float]) -> None:
     """Puts a new file in the place of the old one. Without one, or where it can't be written, pins end with the
     process."""
-    if file is None:
-        return
-    with contextlib.suppress(OSError):
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as opened:
-            ends = {key.hex(): until for key, until in until_s.items()}
-            json.dump({"pinned": sorted(key.hex() for key in pinned), "until_s": ends}, opened)
-        os.replace(temporary, file)
+    if file is not None:
+        ends = {key.hex(): until for key, until in until_s.items()}
+        small_file.replace(file, json.dumps({"pinned": sorted(key.hex() for key in pinned), "until_s": ends}))
 
 
 def _key(text: str) -> PageKey:

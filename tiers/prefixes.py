@@ -153,11 +153,6 @@ class Prefixes:
         self._end([*self._pinned, *self._keeps])
         return pins
 
-    @property
-    def pins(self) -> int:
-        """Prefixes that are pinned by hand, whether their pages are known now or not."""
-        return len(self._pinned)
-
     def unpin(self, prefix: str) -> int:
         """Lets go of a prefix that was pinned, and of pinned ones that go on from it; returns how many pages.
 

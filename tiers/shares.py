@@ -10,11 +10,13 @@ Which roots are a tenant's is kept in a file beside the store: its requests may 
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tierd.tiers import roots_file
+from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
 from tierd.tiers.prefix import Node
 from tierd.tiers.residency import Residency
@@ -48,20 +50,26 @@ class Share:
 
 
 class Shares:
-    """Not thread-safe: only the pager's thread calls it. Tenants without a bound cost nothing."""
+    """Not thread-safe: only the pager's thread calls it. Tenants without a bound cost nothing.
 
-    def __init__(self, residency: Residency) -> None:
+    Args:
+        residency: where pages are booked.
+        leases: the live ones; their roots are not forgotten.
+    """
+
+    def __init__(self, residency: Residency, leases: Collection[Lease] = ()) -> None:
         self.forgotten = 0  # pages that went because of a bound
         self._residency = residency
+        self._leases = leases
         self._shares: dict[bytes, Share] = {}
-        self._owners: dict[PageKey, bytes] = {}  # of roots, tenants with a bound only
+        self._owners: dict[PageKey, bytes] = {}  # of roots, tenants with a bound only; the last used last
         self._file: Path | None = None
 
     def remember(self, file: Path) -> None:
         """Reads whose pages of the store are whose, and notes there from now on what is new."""
         self._file = file
         self._owners = roots_file.read(file, MAX_OWNED) | self._owners
-        self._forget_roots()
+        self._forget_roots(MAX_OWNED)
 
     def of(self, tenant: bytes, quota_pages: int, root: PageKey) -> Share | None:
         """The share of a tenant who asks for pages below `root`; None without a bound.
@@ -82,7 +90,7 @@ class Shares:
         share.quota_pages = quota_pages
         if root not in share.roots:
             self._count(share, root)
-            self._note(tenant, root)
+        self._note(tenant, root)
         return share
 
     def _count(self, share: Share, root: PageKey) -> None:
@@ -93,20 +101,21 @@ class Shares:
         share.roots[root] = None
 
     def _note(self, tenant: bytes, root: PageKey) -> None:
-        if root in self._owners:
-            return
+        known = self._owners.pop(root, None) is not None
+        if len(self._owners) >= MAX_OWNED:
+            self._forget_roots(MAX_OWNED // 2)  # not one at a time: it takes a look at all
         self._owners[root] = tenant
-        if self._file is not None:
+        if self._file is not None and not known:
             roots_file.append(self._file, root, tenant)
-        if len(self._owners) > MAX_OWNED:
-            self._forget_roots()
 
-    def _forget_roots(self) -> None:
-        """Those without a page go; should too many be left, the oldest as well."""
-        children = self._residency.index.children
-        owners = {root: owner for root, owner in self._owners.items() if children(root)}
-        while len(owners) > MAX_OWNED // 2:
-            del owners[next(iter(owners))]
+    def _forget_roots(self, most: int) -> None:
+        """Those that nobody uses and that have no page go; should more than `most` be left, those used the longest ago
+        as well."""
+        children, in_use = self._residency.index.children, {lease.root for lease in self._leases}
+        owners = {root: owner for root, owner in self._owners.items() if root in in_use or children(root)}
+        spare = max(len(owners) - most, 0)
+        for root in itertools.islice([root for root in owners if root not in in_use], spare):
+            del owners[root]
         if self._file is not None and len(owners) < len(self._owners):
             roots_file.write(self._file, owners)
         self._owners = owners

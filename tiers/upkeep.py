@@ -92,7 +92,7 @@ class Collection(Errand):
         self.removed_pages = _forget(pager, nodes)
         dropped_rows = pager.residency.dropped_rows
         while any(node.key in dropped_rows for node in nodes):
-            yield
+            yield False
         if store is not None and pager.writeback.on:
             try:
                 self.freed_bytes = yield from self._by_mover(Link.DISK_WRITE, store.gc)

@@ -53,23 +53,24 @@ class Verification(Errand):
         super().stop(reason)
 
     def _arrived(self, done: Completion) -> None:
-        """The books learn of what was removed at once, even when the errand is over by now."""
+        """The books learn of what was removed at once, even when the errand is over by now.
+
+        Removals run where writes do, and their ends come in that order: what is booked as durable now was removed after
+        it was written.
+        """
         if isinstance(done.result, Verified):
             self._removed += [key for key in done.result.removed if not self._forget(key)]
         super()._arrived(done)
 
     def _forget(self, key: PageKey) -> bool:
-        """Books a removed page out. False when that has to wait: a copy is on its way from or to it."""
-        pager, node = self._pager, self._pager.index.get(key)
-        try:
-            if node is None or pager.store is None or not self._is_lost(pager.store, key):
-                return True
-        except StoreBroken:  # and with it all of its pages
+        """Books a page out whose row is gone. False when that has to wait: a copy is on its way from or to it."""
+        residency, node = self._pager.residency, self._pager.index.get(key)
+        if node is None or not node.durable:
             return True
         if node.moves:
             return False
-        pager.residency.take(node, Tier.NVME)
-        pager.residency.settle(node)
+        residency.take(node, Tier.NVME)
+        residency.settle(node)
         return True
 
     def _slices(self) -> Slices:
@@ -77,7 +78,7 @@ class Verification(Errand):
         self.findings += check.check_ledgers(pager)
         nodes = list(pager.index.nodes.values())
         for slice_ in _slices_of(nodes, BOOK_PAGES):
-            yield
+            yield True
             self.findings += check.check_pages(pager, [node for node in slice_ if node.alive])
         if store is None:
             return
@@ -89,53 +90,62 @@ class Verification(Errand):
             self.findings.append(f"the disk tier is off, not all pages were read: {pager.writeback.off_reason}")
 
     def _stored(self, store: Store, nodes: list[Node]) -> Slices:
-        pager, repair = self._pager, self._repair
-        if not pager.writeback.on:
-            return
+        """Every page of the store, and its rows against the books. Raises StoreBroken when the tier is off."""
+        repair = self._repair
+        self._require_on()
         self.findings += yield from self._by_mover(Link.DISK_READ, lambda: store.inspect(repair))
-        record_bytes, after = pager.device.record_bytes, -1
-        while pager.writeback.on:
-            left = max(self.total_pages - self.read_pages, 1)
-            num_bytes = min(left, READ_PAGES) * record_bytes
-            read = partial(store.verify_pages, after, READ_PAGES, repair)
-            found = yield from self._by_mover(Link.DISK_READ, read, num_bytes)
-            self.read_pages += len(found.keys)
+        record_bytes, after, count = self._pager.device.record_bytes, -1, READ_PAGES
+        while count == READ_PAGES:
+            self._require_on()
+            num_bytes = min(max(self.total_pages - self.read_pages, 1), READ_PAGES) * record_bytes
+            look = partial(store.verify_pages, after, READ_PAGES)
+            found = yield from self._by_mover(Link.DISK_READ, partial(look, False), num_bytes)
+            if repair and found.findings:
+                self._require_on()
+                found = yield from self._by_mover(Link.DISK_WRITE, partial(look, True))
             self.findings += found.findings
+            self.read_pages += len(found.keys)
             self._unknown += [key for key in found.keys if self._is_unknown(key)]
-            if len(found.keys) < READ_PAGES:
-                break
-            after = found.last_slot
+            after, count = found.last_slot, len(found.keys)
         lost: list[PageKey] = []
         for slice_ in _slices_of([node.key for node in nodes if node.durable], ROW_KEYS):
-            if not pager.writeback.on:
-                return
+            self._require_on()
             lost += yield from self._by_mover(Link.DISK_READ, partial(store.missing, slice_))
         yield from self._compare(store, lost)
 
     def _compare(self, store: Store, lost: list[PageKey]) -> Slices:
         """Tell of rows without a page in the books, and of pages in the books without a row."""
-        removed = set(self._removed)
-        lost = [key for key in lost if key not in removed and self._is_lost(store, key)]
-        # After every removal that was on its way: by the one thread that does them, in order.
-        gone = yield from self._by_mover(Link.DISK_WRITE, lambda: store.missing(self._unknown))
-        unknown = [key for key in self._unknown if key not in set(gone) and self._is_unknown(key)]
+        removed, unknown = set(self._removed), self._unknown
+        self._require_on()
+        # After every write and removal that was on its way: by the one thread that does them, in order.
+        gone = set((yield from self._by_mover(Link.DISK_WRITE, lambda: store.missing([*unknown, *lost]))))
+        self._require_on()
+        lost = [key for key in lost if key in gone and key not in removed and self._is_durable(key)]
+        unknown = [key for key in unknown if key not in gone and self._is_unknown(key)]
         if unknown or lost:
             self.findings.append(f"the store has {len(unknown)} rows too many and {len(lost)} too few")
         if self._repair:
             yield from self._mend(store, [*self._removed, *lost], unknown)
 
     def _mend(self, store: Store, lost: list[PageKey], unknown: list[PageKey]) -> Slices:
-        residency, wanted = self._pager.residency, {key for key in lost if self._is_lost(store, key)}
-        residency.dropped_rows.update(dict.fromkeys(unknown))
-        while wanted or any(key in residency.dropped_rows for key in unknown):
-            wanted = {key for key in wanted if not self._forget(key)}
-            yield
+        dropped_rows = self._pager.residency.dropped_rows
+        dropped_rows.update(dict.fromkeys(unknown))
+        while lost or any(key in dropped_rows for key in unknown):
+            gone = yield from self._by_mover(Link.DISK_WRITE, partial(store.missing, lost))
+            self._require_on()
+            lost = [key for key in gone if not self._forget(key)]
+            yield False
+            self._require_on()
         yield from self._by_mover(Link.DISK_WRITE, lambda: None)  # behind the removals
 
-    def _is_lost(self, store: Store, key: PageKey) -> bool:
-        """Whether the books say that the page is durable, and the store has no row of it."""
+    def _require_on(self) -> None:
+        """Raises StoreBroken when the tier has gone off: the books know nothing of its pages any more."""
+        if not self._pager.writeback.on:
+            raise StoreBroken(self._pager.writeback.off_reason)
+
+    def _is_durable(self, key: PageKey) -> bool:
         node = self._pager.index.get(key)
-        return node is not None and node.durable and bool(store.missing([key]))
+        return node is not None and node.durable
 
     def _is_unknown(self, key: PageKey) -> bool:
         """Whether the books neither have the page as durable nor know of a change of its row on its way."""

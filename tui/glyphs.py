@@ -53,6 +53,8 @@ class Glyphs:
                 return self.nvme
             case "moving":
                 return self.moving
+            case "dropped":
+                return self.free
             case _:
                 return self.missing
 

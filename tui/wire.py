@@ -151,7 +151,8 @@ class SequenceRow(msgspec.Struct, frozen=True):
 
     id: int
     phase: str  # waiting | fetching | prefill | decode
-    runs: tuple[tuple[str, int], ...] = ()  # along the tokens: where (device, host, nvme, moving, missing), how many
+    # Along the tokens: where (device, host, nvme, moving, missing, dropped), and how many.
+    runs: tuple[tuple[str, int], ...] = ()
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None

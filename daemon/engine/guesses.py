@@ -112,6 +112,11 @@ class Guesses:
             "pass_share": round(self._pass_share(), 4),
         }
 
+    @property
+    def wants_plain_step(self) -> bool:
+        """Whether nobody should draft in the next step, look-ups included: what that costs has to be known again."""
+        return self._mode is Speculate.AUTO and self._costs.reads_weights and self._drafted_steps >= PLAIN_STEPS
+
     def draft(self, wishes: Sequence[Wish], costs: Costs) -> list[int]:
         """Guesses: how many tokens of its draft each of those that decode should compute."""
         if self.off:
@@ -172,7 +177,7 @@ class Guesses:
         costs = self._costs
         if not (costs.reads_weights and costs.plain_s and self._purse_s is not None and self._purse_s > 0.0):
             return counts
-        if self._drafted_steps >= PLAIN_STEPS:
+        if self.wants_plain_step:
             return counts
         able = [place for place, wish in enumerate(wishes) if wish.most > 0]
         able.sort(key=lambda place: -self._chance(wishes[place].draft))

@@ -23,8 +23,8 @@ Places: TypeAlias = npt.NDArray[np.uint8]
 
 MAX_SEQUENCES = 256
 MAX_RUNS = 400  # of one sequence: more are drawn together
-PLACES = ("device", "host", "nvme", "moving", "missing")  # of the pages of a sequence, by code
-_DEVICE, _HOST, _NVME, _MOVING, _MISSING = range(len(PLACES))
+PLACES = ("device", "host", "nvme", "moving", "missing", "dropped")  # of the pages of a sequence, by code
+_DEVICE, _HOST, _NVME, _MOVING, _MISSING, _DROPPED = range(len(PLACES))
 
 
 def rows(
@@ -44,7 +44,7 @@ def rows(
 def _places(
     lease: Lease, number: int, pager: Pager, disk: DiskSketch, owners: tuple[Owners, Owners, Owners]
 ) -> Places:
-    """Where each page of a lease lies, as codes of `PLACES`; its slots are marked in `owners`."""
+    """Where each page of a sequence lies, as codes of `PLACES`; slots of its lease are marked in `owners`."""
     pager.tables.refresh(lease)
     table, record_bytes = lease.table, pager.device.record_bytes
     places = np.full(len(table), _NVME, np.uint8)
@@ -62,7 +62,7 @@ def _places(
     for place in np.flatnonzero((places == _NVME) | (places == _MOVING)).tolist():
         if place < len(lease.nodes) and (slot := disk.slot_of(lease.nodes[place])) >= 0:
             owners[2][slot] = number
-    return places
+    return np.insert(places, len(lease.nodes), [_DROPPED] * lease.dropped) if lease.dropped else places
 
 
 def _sequence(request: Request, places: Places, page_tokens: int, now_s: float) -> dict[str, Any]:

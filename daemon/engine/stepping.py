@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 # Steps in a row whose streamed pages could not be read. Each time what was lost is computed again; a disk that loses
 # pages as fast as they are computed is turned off.
 MAX_LOST_STEPS = 5
+# A step that is expected to take so long is computed layer by layer, so that it can give way; a card's takes less.
+LONG_STEP_S = 0.05
 
 Logits = npt.NDArray[np.float32]
 
@@ -91,8 +93,11 @@ class Steps:
         for request in decoding:
             most = request.max_total_tokens - len(request.tokens) - 1
             request.drafted = self.speculator.propose(request.draft, request.tokens, most, len(decoding))
-        if self.speculator.guesses is not None:
-            self._guess(decoding, self.speculator.guesses)
+        if (guesses := self.speculator.guesses) is not None and not guesses.off:
+            self._guess(decoding, guesses)
+            if guesses.wants_plain_step:
+                for request in decoding:
+                    request.drafted = 0
 
     def _guess(self, decoding: list[Request], guesses: Guesses) -> None:
         """Let the draft model guess where the look-up says nothing, or nothing that is worth a row."""
@@ -169,11 +174,13 @@ class Steps:
         return np.split(logits, ends[:-1])
 
     def _may_give_way(self, work: list[Work]) -> bool:
-        """Whether this step is one for which a newcomer would wait for long: prompts alone. Never two in a row, so that
-        newcomers take no more than half of what is computed."""
-        return not self._gave_way and not any(item.decodes for item in work) and sum(
-            item.rows for item in work
-        ) >= scheduler.MIN_PROMPT_ROWS
+        """Whether this step is one for which a newcomer would wait for long: prompts alone, and many rows of them.
+
+        Never two in a row, so that newcomers take no more than half of what is computed.
+        """
+        rows, row_s = sum(item.rows for item in work), self.rates.row_s
+        is_long = rows >= scheduler.MIN_PROMPT_ROWS and (not row_s or rows * row_s >= LONG_STEP_S)
+        return is_long and not self._gave_way and not any(item.decodes for item in work)
 
     def _pool(self, work: list[Work]) -> None:
         """Hand the states of the rows that were just computed to the vectors that are made of them."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers.arena import Arena
 from tierd.tiers.blocks import Block, HostBlock
+from tierd.tiers.errand import Errand
 from tierd.tiers.errors import LostReason, PageLost, StagingLost
 from tierd.tiers.gpu import DeviceRow, Row
 from tierd.tiers.keys import root_key
@@ -308,10 +309,18 @@ def open_store(directory: Path, record_bytes: int, capacity: int = 64) -> Store:
     )
 
 
+def run(pager: Pager, errand: Errand) -> None:
+    """Advances an errand to its end, and does nothing else."""
+    while not errand.advance():
+        if errand.waits or pager.mover.outstanding:
+            pager.mover.wait(0.05)
+        pager.poll(pager.clock())
+
+
 def verify(pager: Pager, repair: bool, deadline_s: float = FAR_S) -> list[str]:
     """Findings of a verification that nothing else goes on beside."""
     verification = Verification(pager, repair, deadline_s)
-    verification.run()
+    run(pager, verification)
     if verification.error is not None:
         raise verification.error
     return verification.findings
@@ -320,7 +329,7 @@ def verify(pager: Pager, repair: bool, deadline_s: float = FAR_S) -> list[str]:
 def gc(pager: Pager, deadline_s: float) -> int:
     """Pages that a collection forgets, which nothing else goes on beside."""
     collection = Collection(pager, deadline_s)
-    collection.run()
+    run(pager, collection)
     if collection.error is not None:
         raise collection.error
     return collection.removed_pages

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiers.fakes import Rig
+from tests.tiers.fakes import Rig, run
 from tests.tiers.stand_ins import ManualMover
 from tierd.tiers.errand import Errand, Slices
 from tierd.tiers.errors import MoverClosed
@@ -17,9 +17,9 @@ class Walk(Errand):
 
     def _slices(self) -> Slices:
         self.said = ["first"]
-        yield
+        yield True
         self.said.append((yield from self._by_mover(Link.DISK_READ, self.work)))
-        yield
+        yield True
         self.said.append("last")
 
     def work(self) -> str:
@@ -48,7 +48,7 @@ def test_slice_by_slice_and_on_by_itself_when_the_mover_is_done() -> None:
 def test_an_error_of_a_job_ends_it() -> None:
     rig = Rig()
     walk = Broken(rig.pager, FAR_S)
-    walk.run()
+    run(rig.pager, walk)
     assert walk.ended and str(walk.error) == "no such page" and walk.said == ["first"]
     rig.close()
 
@@ -79,10 +79,10 @@ def test_a_full_queue_holds_it_up_only() -> None:
     walk = Walk(rig.pager, FAR_S)
     for _ in range(3):
         assert not walk.advance()
-    assert not walk.waits
+    assert walk.waits
     rig.manual.run_all()
     rig.poll()
-    walk.run()
+    run(rig.pager, walk)
     assert walk.said == ["first", "read", "last"]
     rig.close()
 
@@ -93,6 +93,30 @@ def test_a_mover_that_is_closed_ends_it() -> None:
     walk.advance()
     rig.close()
     with pytest.raises(MoverClosed):
-        walk.run()
+        run(rig.pager, walk)
         assert walk.error is not None
         raise walk.error
+
+
+class Patient(Errand):
+    """Waits for something that no job of its own brings."""
+
+    came = False
+
+    def _slices(self) -> Slices:
+        yield True
+        while not self.came:
+            yield False
+        yield True
+
+
+def test_an_errand_says_when_there_is_nothing_to_do_now() -> None:
+    rig = Rig()
+    patient = Patient(rig.pager, FAR_S)
+    waits = []
+    for turn in range(5):
+        patient.came = turn >= 3
+        assert not patient.advance() or turn == 4
+        waits.append(patient.waits)
+    assert waits == [False, True, True, False, False]
+    rig.close()

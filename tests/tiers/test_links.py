@@ -76,6 +76,16 @@ def test_an_odd_piece_is_the_peak_and_not_what_is_usual() -> None:
     assert stats.peak_bytes_per_s == pytest.approx(180_000) and stats.p99_bytes_per_s == pytest.approx(20_000)
 
 
+def test_a_snapshot_stands_still_and_sorting_is_its_affair() -> None:
+    meter = LinkMeter()
+    for number in range(50):
+        carry(meter, float(number), 1000 + number, 0.05)
+    before, still = meter.statistics(), meter.snapshot()
+    for number in range(50, 90):
+        carry(meter, float(number), 9000, 0.05)
+    assert still.statistics() == before != meter.statistics()
+
+
 def test_time_is_counted_for_links_that_move_something_urgent() -> None:
     now, busy, quiet = [0.0], LinkMeter(), LinkMeter()
     busy.enqueue(urgent=True)

@@ -344,7 +344,7 @@ def test_pins_of_what_only_memory_has_end_where_nobody_could_go_on_else(tmp_path
     prefixes.pin(one)
     last = rig.pager.index.get(prefixes.way(other)[0].key)
     assert last is not None and prefixes.keep(last, 300.0)
-    assert prefixes.give_up() == 5 and prefixes.pins == 0
+    assert prefixes.give_up() == 5 and prefixes.clear() == 0
     assert not any(info.pinned for info in by_tokens(prefixes).values())
     prefixes.pin(other)  # all is marked anew, and there is room
     assert [tokens for tokens, info in by_tokens(prefixes).items() if info.pinned] == [4]
@@ -369,7 +369,7 @@ def test_a_clear_ends_pins_of_pages_that_are_not_known_too(tmp_path: Path) -> No
     prefixes = Prefixes(rig.pager, file)
     prefixes.pin(by_tokens(prefixes)[16].id)
     rig.pager.clear()
-    assert prefixes.pins == 1 and prefixes.clear() == 1 and prefixes.pins == 0
+    assert prefixes.clear() == 1 and prefixes.clear() == 0
     rig.serve(ONE)
     assert not any(info.pinned for info in by_tokens(Prefixes(rig.pager, file)).values())
     rig.close()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.tiers.fakes import PAGE_TOKENS, Rig
 from tests.tiers.stand_ins import MemoryStore
+from tierd.tiers import roots_file, shares
 from tierd.tiers.keys import salted_root
 from tierd.tiers.shares import MAX_ROOTS
 
@@ -218,4 +221,60 @@ def test_roots_without_pages_leave_the_file(tmp_path: Path) -> None:
     rig = TenantRig(device=16, host=0, store=store)
     rig.pager.shares.remember(file)
     assert 0 < len(file.read_text().splitlines()) < 5
+    rig.close()
+
+
+def salted(rig: TenantRig, number: int):
+    return salted_root(rig.pager.root, TENANT + b"\0%d" % number)
+
+
+def restarted(rig: TenantRig, file: Path) -> TenantRig:
+    """Another process over the same store."""
+    rig.pager.flush(rig.now_s + 1)
+    rig.close()
+    again = TenantRig(device=64, host=0, store=rig.pager.store)
+    again.quota_pages = 100
+    again.pager.shares.remember(file)
+    return again
+
+
+def test_a_restart_loses_no_root_with_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "MAX_OWNED", 10)
+    file, rig = tmp_path / "tenants", TenantRig(device=64, host=0, store=MemoryStore(100))
+    rig.quota_pages = 100
+    rig.pager.shares.remember(file)
+    for number in range(9):
+        rig.serve(A, TENANT + b"\0%d" % number)
+    for _ in range(3):
+        rig = restarted(rig, file)
+        assert list(rig.pager.shares._owners) == [salted(rig, number) for number in range(9)]
+    rig.close()
+
+
+def test_the_roots_used_last_stay_when_there_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "MAX_OWNED", 10)
+    file, rig = tmp_path / "tenants", TenantRig(device=64, host=0, store=MemoryStore(100))
+    rig.quota_pages = 100
+    rig.pager.shares.remember(file)
+    for number in (*range(10), 0, 10):  # the first is used once more
+        rig.serve(A, TENANT + b"\0%d" % number)
+    assert list(rig.pager.shares._owners) == [salted(rig, number) for number in (6, 7, 8, 9, 0, 10)]
+    rig = restarted(rig, file)
+    assert list(rig.pager.shares._owners) == [salted(rig, number) for number in (6, 7, 8, 9, 0, 10)]
+    rig.close()
+
+
+def test_the_root_of_a_running_request_stays_before_it_has_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "MAX_OWNED", 4)
+    file, rig = tmp_path / "tenants", TenantRig(device=64, host=0, store=MemoryStore(100))
+    rig.quota_pages = 100
+    rig.pager.shares.remember(file)
+    lease = rig.pager.match(A, TENANT + b"\0first", tenant=TENANT, quota_pages=100)
+    for number in range(20):
+        rig.serve(A if number % 2 else A[:2], TENANT + b"\0%d" % number)
+    assert lease.root in rig.pager.shares._owners and lease.root in roots_file.read(file, 99)
+    assert len(rig.pager.shares._owners) <= 4
+    rig.pager.release(lease, [])
     rig.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.fakes import ROOT, Rig, gc, open_store, verify
+from tests.tiers.fakes import ROOT, Rig, gc, open_store, run, verify
 from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers import memory, upkeep
 from tierd.tiers.errors import StoreFull
@@ -232,4 +232,18 @@ def test_memory_for_the_first_loads_is_made_ahead(
     rig.manual.run_all()
     assert asked == ([(rig.device.address(0), made * rig.device.record_bytes)] if made else [])
     assert rig.mover.outstanding == 0 and rig.mover.statistics()[Link.DEVICE_TO_DEVICE].total_bytes == 0
+    rig.close()
+
+
+def test_a_collection_that_waits_for_the_store_to_forget_says_so() -> None:
+    rig = Rig(store=MemoryStore())
+    rig.serve(list(range(1, 13)))
+    rig.pager.flush(rig.now_s + 1)
+    head = next(node for node in rig.pager.index.nodes.values() if node.depth == 0)
+    rig.pager.residency.forget(head)  # those after it are found by nobody
+    rig.settle()
+    collection = upkeep.Collection(rig.pager, 1e9)
+    assert not collection.advance() and collection.waits and not rig.manual.queued
+    run(rig.pager, collection)
+    assert collection.removed_pages and not collection.stopped
     rig.close()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -123,10 +123,10 @@ def test_a_lost_page_that_is_being_loaded_is_forgotten_when_that_is_over() -> No
     del store.rows[gone.key]
     verification = Verification(rig.pager, repair=True)
     while not verification.advance():  # the load was submitted first, but runs when all is known
-        if verification.waits:
-            rig.manual.run(rig.manual.queued - 1)
-        elif verification.findings:
+        if verification.findings:
             rig.manual.run()
+        elif verification.waits:
+            rig.manual.run(rig.manual.queued - 1)
         rig.poll()
     assert verification.findings == ["the store has 0 rows too many and 1 too few"]
     assert not gone.durable
@@ -179,7 +179,8 @@ def test_what_a_repair_removed_is_booked_out_even_when_it_is_stopped(tmp_path: P
 
         def look_and_tell(after_slot: int, count: int, repair: bool) -> Verified:
             found = look(after_slot, count, repair)
-            looked.set()
+            if repair:
+                looked.set()
             return found
 
         store.verify_pages = look_and_tell
@@ -193,3 +194,62 @@ def test_what_a_repair_removed_is_booked_out_even_when_it_is_stopped(tmp_path: P
         rig.settle()
         rig.check()
         assert verify(rig.pager, repair=False) == []
+
+
+def off(rig: Rig, when: str) -> Verification:
+    """A repair while which the disk tier goes off, without an error of the store: before it, while rows are compared,
+    or while what is wrong is removed. It is advanced a bounded number of times."""
+    store, pager = rig.pager.store, rig.pager
+    assert isinstance(store, MemoryStore)
+    verification = Verification(pager, repair=True)
+    plain = store.missing
+
+    def missing(keys: Sequence[PageKey]) -> list[PageKey]:
+        if when == "compare":
+            pager.writeback.turn_off("a test said so")
+        return plain(keys)
+
+    store.missing = missing
+    if when == "before":
+        pager.writeback.turn_off("a test said so")
+    for _ in range(200):
+        if verification.advance():
+            break
+        if when == "mend" and verification.findings:
+            pager.writeback.turn_off("a test said so")
+        rig.manual.run()
+        rig.poll()
+    return verification
+
+
+@pytest.mark.parametrize("when", ["before", "compare", "mend"])
+def test_a_repair_ends_when_the_disk_tier_goes_off(when: str) -> None:
+    store = MemoryStore()
+    rig = Rig(store=store)
+    rig.serve(A)
+    rig.pager.flush(rig.now_s + 1)
+    store.rows[STRANGE] = (PageMeta(STRANGE, ROOT, (1, 2), 0, 0.0), b"")
+    verification = off(rig, when)
+    assert verification.ended and verification.error is None
+    assert verification.findings[-1].endswith("the disk tier is off, not all pages were read: a test said so")
+    assert sum("rows too many" in finding for finding in verification.findings) == (when == "mend")
+    rig.settle()
+    rig.check()
+    rig.close()
+
+
+def test_a_repair_looks_no_page_up_on_the_thread_of_the_steps(tmp_path: Path) -> None:
+    with damaged(tmp_path / "kv") as (rig, store):
+        asked: list[threading.Thread] = []
+        plain = store.missing
+
+        def missing(keys: Sequence[PageKey]) -> list[PageKey]:
+            asked.append(threading.current_thread())
+            return plain(keys)
+
+        store.missing = missing
+        findings = verify(rig.pager, repair=True)
+        assert len(findings) == 1 and findings[0].endswith("; removed")
+        assert asked and threading.current_thread() not in asked
+        rig.settle()
+        rig.check()

@@ -8,7 +8,7 @@ from tierd.tui.view import Line, View, not_reported
 from tierd.tui.widgets.panel import ListPanel
 from tierd.tui.wire import SequenceRow
 
-_ROLES = {"device": "device.3", "host": "host.3", "nvme": "nvme.3", "moving": "moving"}
+_ROLES = {"device": "device.3", "host": "host.3", "nvme": "nvme.3", "moving": "moving", "dropped": "free"}
 _WIDE = 60  # cells from which on the row has its figures as well
 
 
@@ -36,7 +36,8 @@ class Sequences(ListPanel):
     NAME = "requests"
     HELP = (
         "A row is a request that runs or waits. Its tokens stand from left to right on one scale for all rows: the "
-        "glyph says in which tier they lie, ◐ that they are on their way, ○ that they are still to be computed. "
+        "glyph says in which tier they lie, ◐ that they are on their way, ○ that they are still to be computed, · that "
+        "they were given up by a bounded mode. "
         "c cancels the request under the cursor, / filters by phase or number."
     )
 

@@ -257,3 +257,48 @@ def test_the_look_up_comes_first() -> None:
     request.draft.lookup = SimpleNamespace(find=lambda _tokens, most: [4] * most)
     one.run()
     assert not any(map(any, oracle.asked))
+
+
+class Plain(Guesses):
+    """One that wants a step without drafts whenever the test says so, and guesses nothing itself."""
+
+    wants = False
+
+    @property
+    def wants_plain_step(self) -> bool:
+        return self.wants
+
+
+def test_a_step_without_drafts_is_one_without_look_ups_too() -> None:
+    """So it comes, and the draft model goes on, whatever repeats itself in the text of one of many."""
+    one, answer = Rig(context=1000, max_rows=64), [1, 2, 3, *expected([1, 2, 3], 80)]
+    oracle = Oracle({1: []})
+    plain = Plain(oracle, Speculate.AUTO, oracle.clock)
+    speculator = one.streams._steps.speculator
+    speculator.guesses, speculator.mode = plain, Speculate.ON
+    one.submit(1, answer[:3], 80)
+    one.streams._requests[1].draft.lookup = SimpleNamespace(
+        find=lambda tokens, most: answer[len(tokens) : len(tokens) + min(most, 2)]
+    )
+    one.turn(4)
+    drafted = []
+    for step in range(6):
+        plain.wants = step % 2 == 0
+        before = one.streams.totals.drafted_tokens
+        one.turn()
+        drafted.append(one.streams.totals.drafted_tokens - before)
+    assert drafted == [0, 2, 0, 2, 0, 2]
+    one.run()
+    assert one.tokens(1) == answer[3:]
+
+
+def test_look_ups_bring_the_step_without_drafts_on() -> None:
+    oracle = Oracle({1: range(100)})
+    guesses = Guesses(oracle, Speculate.AUTO, oracle.clock)
+    assert guesses.draft([wish(1, [0])], STREAMED)[0] > 0
+    for _ in range(PLAIN_STEPS):
+        assert not guesses.wants_plain_step
+        guesses.ran(STEP_S, 1)
+    assert guesses.wants_plain_step and guesses.draft([wish(1, [0])], STREAMED) == [0]
+    guesses.ran(STEP_S, 0)
+    assert not guesses.wants_plain_step and guesses.draft([wish(1, [0])], STREAMED)[0] > 0

@@ -101,6 +101,21 @@ def test_sequences_say_where_their_tokens_lie_and_own_their_slots() -> None:
     assert look(board).sequences == () and not look(board).maps[0].owners.any()
 
 
+def test_pages_that_a_window_has_given_up_keep_their_place_in_the_row() -> None:
+    rig = Rig(64)
+    rig.submit(1, PROMPT[:30], 60, kv_mode="sinks=3,window=17")
+    board = board_on(rig)
+    while (request := next(iter(rig.streams))).computed < 70:
+        rig.turn()
+    lease = request.lease
+    assert lease is not None and lease.dropped
+    (row,) = look(board).sequences
+    kept = len(lease.nodes) * PAGE
+    behind = request.computed - kept - lease.dropped * PAGE
+    assert row["runs"] == [("device", kept), ("dropped", lease.dropped * PAGE), ("device", behind), ("missing", 1)]
+    rig.run()
+
+
 def test_a_waiting_sequence_has_nothing_yet() -> None:
     rig = Rig(16, max_streams=1)
     rig.submit(1, PROMPT, 20)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import JobClass, Mover
 from tierd.tiers.store_io import Bytes, huge_block
 from tierd.tiers.weights_file import WeightFile
@@ -72,8 +73,8 @@ class ExpertCache:
         self._guessed: set[int] = set()  # for the layer that comes next
         self._waited_s = 0.0
         self._right = self._guesses = 0
-        self.uses = [0] * len(pieces)
-        self.hits = [0] * len(pieces)
+        self.uses = np.zeros(len(pieces), np.int64)
+        self.hits = np.zeros(len(pieces), np.int64)
 
     def __repr__(self) -> str:
         return f"<ExpertCache: {len(self.pieces)} experts, {len(self._slots)} slots>"
@@ -91,7 +92,7 @@ class ExpertCache:
         """Counters since the start."""
         reads = self._reads.statistics()
         return CacheStats(
-            sum(self.uses), sum(self.hits), self._guesses, self._right, reads.read_bytes, self._waited_s,
+            int(self.uses.sum()), int(self.hits.sum()), self._guesses, self._right, reads.read_bytes, self._waited_s,
             reads.retries, reads.lost,
         )  # fmt: skip
 
@@ -127,6 +128,9 @@ class ExpertCache:
             start_s = self._clock()
             try:
                 self._reads.wait(self._slots[self._places[coming[0]]], self.pieces[coming[0]], deadline_s)
+            except WeightsLost:
+                self._forget(coming[0])  # what of it is still being read will not make it whole
+                raise
             finally:
                 self._waited_s += self._clock() - start_s
             arrived = [coming[0], *(expert for expert in coming[1:] if self._is_there(expert))]

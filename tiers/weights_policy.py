@@ -45,13 +45,9 @@ class ExpertPolicy:
         if was_there:
             self._proven[expert] = self._hysteresis
 
-    def weight(self, expert: int) -> float:
-        """What an expert that is in memory is worth; to be compared only."""
-        return float(self._weights[expert] * self._proven[expert])
-
     def worthless(self, held: npt.NDArray[np.int64]) -> int:
         """Which of these experts has to go: its place among them. The first of equal ones. [experts]"""
-        return int(np.argmin(self._weights[held] * self._proven[held]))
+        return int(np.argmin(self._worth(held)))
 
     def gone(self, expert: int) -> None:
         """It has left memory: when it comes again it has to prove itself again."""
@@ -59,4 +55,9 @@ class ExpertPolicy:
 
     def wants(self, guessed: int, victim: int) -> bool:
         """Whether a guess that an expert is needed is worth the place of another: not of one that is used more."""
-        return bool(self._weights[guessed] >= self._weights[victim] * self._proven[victim])
+        return bool(self._weights[guessed] >= self._worth(victim))
+
+    def _worth(self, held: int | npt.NDArray[np.int64]) -> np.float64 | npt.NDArray[np.float64]:
+        """What experts that are in memory are worth; to be compared only."""
+        found: np.float64 | npt.NDArray[np.float64] = self._weights[held] * self._proven[held]
+        return found

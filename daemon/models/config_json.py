@@ -247,16 +247,13 @@ def _windows(fields: Fields, family: str, num_layers: int, context: int) -> tupl
     config = fields.data
     if family == "llama":
         return ()
-    windows: tuple[int, ...]
-    if family in ("mistral", "mixtral"):
-        if config.get("sliding_window") is None and (family == "mixtral" or "sliding_window" in config):
-            return ()
-        windows = (fields.integer("sliding_window", MAX_CONTEXT, 4096),) * num_layers
-    elif family == "qwen3_moe":  # all layers or none: max_window_layers and layer_types count for nothing
-        window = fields.integer("sliding_window", MAX_CONTEXT, 4096) if fields.flag("use_sliding_window") else 0
-        windows = (window,) * num_layers
-    else:
-        window = fields.integer("sliding_window", MAX_CONTEXT, 4096) if fields.flag("use_sliding_window") else 0
+    in_all = family in ("mistral", "mixtral")
+    if in_all and config.get("sliding_window") is None and (family == "mixtral" or "sliding_window" in config):
+        return ()
+    used = in_all or fields.flag("use_sliding_window")
+    window = fields.integer("sliding_window", MAX_CONTEXT, 4096) if used else 0
+    windows = (window,) * num_layers
+    if not in_all and family != "qwen3_moe":  # whose max_window_layers and layer_types count for nothing
         types = config.get("layer_types")
         if types is None:
             first = fields.integer("max_window_layers", MAX_LAYERS, 28) if config.get("max_window_layers") != 0 else 0

@@ -122,7 +122,7 @@ def _candidates(manifest: Manifest, max_rows: int) -> Iterator[Placement]:
     embed = next(record for record in manifest.records if record.name == "embed")
     others = [record for record in manifest.records if not record.name.startswith(EXPERT_PREFIX)]
     fixed = [record for record in others if record not in (*layers, head, embed)]
-    least_slots, expert_bytes = _expert_slots(manifest)
+    least_slots, expert_bytes = least_expert_slots(manifest)
     for head_stays in (True, False):
         rows = not (head_stays and manifest.spec.tied)
         rows_bytes = _rows_bytes(embed, max_rows) if rows else 0
@@ -182,7 +182,7 @@ def _with_embedding(manifest: Manifest, found: Placement, memory_bytes: int) -> 
     )  # fmt: skip
 
 
-def _expert_slots(manifest: Manifest) -> tuple[int, int]:
+def least_expert_slots(manifest: Manifest) -> tuple[int, int]:
     """The least slots that experts need, and bytes of one: a row's experts of a layer, and as many of the next."""
     experts = manifest.spec.experts
     if experts is None:

@@ -75,7 +75,8 @@ def _route_row(job, row, chosen, shares):
         store_f32(shares + 4 * (row * used + j), most)
         store_f32(at + 4 * best, np.float32(-1))
         kept += most
-    total = kept if job.renormalized != 0 else total
+    # A total that is no number stays: what is kept leaves it out, and could be 0.
+    total = kept if job.renormalized != 0 and total == total else total
     for j in range(used):
         pair = shares + 4 * (row * used + j)
         store_f32(pair, load_f32(pair) / total)

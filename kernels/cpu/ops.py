@@ -19,6 +19,7 @@ from tierd.kernels.cpu.simd import (
     mul,
     splat,
     store8,
+    store_f32,
     sub,
     sum8,
 )
@@ -46,7 +47,10 @@ def embed(job, phase):
     """One phase: the rows of the residual stream become the embeddings of their tokens."""
     row = take(phase, 1)
     while row < job.rows:
-        gather_row(job.embed, load_i32(job.tokens + 4 * row), job.residual + row * job.residual_stride)
+        target = job.residual + row * job.residual_stride
+        gather_row(job.embed, load_i32(job.tokens + 4 * row), target)
+        for d in range(job.hidden, job.hidden_padded):  # a row of an earlier pass may have been no number
+            store_f32(target + 4 * d, np.float32(0))
         finish(phase, 1)
         row = take(phase, 1)
     wait_for(phase, job.rows)

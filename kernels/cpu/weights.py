@@ -248,6 +248,15 @@ class ExpertTable:
         self._missing += self._kept[number] is not None
         self._kept[number] = None
 
+    def is_kept(self, number: int) -> bool:
+        """Whether an expert, by its number among all, has a place of its own."""
+        return self._kept[number] is not None
+
+    @property
+    def missing(self) -> int:
+        """How many experts have no place of their own."""
+        return self._missing
+
     @property
     def all_here(self) -> bool:
         """Whether every expert has a place of its own."""

@@ -15,7 +15,7 @@ from tierd.kernels.cpu.moe import route
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.cpu.team import PHASE_WORDS
 from tierd.kernels.cpu.weights import ExpertsShape
-from tierd.kernels.packing import WeightFormat
+from tierd.kernels.packing import PANEL_ROWS, WeightFormat
 
 from .decoders import TinyModel, addresses, batch, forward, random_sequences, tiny_model
 
@@ -169,12 +169,29 @@ def test_of_equal_experts_the_first_is_chosen() -> None:
     assert chosen.tolist() == [[0, 1, 2]] and np.allclose(shares, 0.2)
 
 
-def test_what_is_no_number_spoils_its_row_and_nothing_else() -> None:
-    logits = np.zeros((2, 5), np.float32)
-    logits[0, 3] = np.nan
-    chosen, shares = routed(logits, 2, renormalized=False)
-    assert np.isnan(shares[0]).all() and len(set(chosen[0].tolist())) == 2
+@pytest.mark.parametrize("renormalized", [True, False])
+def test_what_is_no_number_spoils_its_row_and_nothing_else(renormalized: bool) -> None:
+    logits = np.zeros((4, 5), np.float32)
+    logits[0, 3], logits[2], logits[3, 1] = np.nan, np.nan, np.inf
+    chosen, shares = routed(logits, 2, renormalized=renormalized)
+    for row in (0, 2, 3):
+        assert np.isnan(shares[row]).all() and len(set(chosen[row].tolist())) == 2
     assert chosen[1].tolist() == [0, 1] and np.isfinite(shares[1]).all()
+
+
+@pytest.mark.parametrize("name", ["many, fp32", "few, fp32"])
+def test_a_token_that_is_no_number_spoils_its_sequence_and_the_decoder_lives(name: str) -> None:
+    model = tiny_model(windows=(0, 9, 0), tied=False, **MODELS[name])
+    data = model.embed.data.copy()
+    data.view(np.float32).reshape(-1, model.shape.hidden, PANEL_ROWS)[0, :, 7] = np.nan
+    model = dataclasses.replace(model, embed=dataclasses.replace(model.embed, data=data))
+    sequences, slots = random_sequences(np.random.default_rng(8), [6, 5], 7)
+    sequences[0].tokens[2] = 7
+    with model.decoder() as decoder:
+        logits = forward(decoder, model.arena(slots), batch(sequences, [(0, 6), (0, 5)]))
+        assert np.isfinite(logits[[0, 1, *range(6, 11)]]).all() and np.isnan(logits[2:6]).all()
+        alone = forward(decoder, model.arena(slots), batch(sequences[1:], [(0, 5)]))
+    np.testing.assert_array_equal(alone, logits[6:])
 
 
 def test_what_is_refused() -> None:

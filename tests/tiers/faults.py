@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sqlite3
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from typing import Any, cast
 from tierd.tiers.store_io import OsIO, StoreIO
 
 TRANSFERS = ("preadv", "pwritev")
+GATE_TIMEOUT_S = 20.0
 CLOSERS = ("close", "sql close")  # these do their work before they fail: a test must not leak
 
 
@@ -65,6 +67,29 @@ class _Connection:
 
     def close(self) -> None:
         self._hooks.run("sql close", self._real.close)
+
+
+class GatedDisk(HookedIO):
+    """Notes where reads begin; fails so many of those at an offset; holds those that begin while `gate` is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets: list[int] = []
+        self.failing: dict[int, int] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if name == "preadv_batch":
+            raise OSError(errno.ENOSYS, "one by one, so that each is seen")
+        if name == "preadv" and args[0] >= 0 and len(args[1]):
+            offset = args[2]
+            self.offsets.append(offset)
+            assert self.gate.wait(GATE_TIMEOUT_S)
+            if self.failing.get(offset, 0) > 0:
+                self.failing[offset] -= 1
+                raise OSError(errno.EIO, "Input/output error")
+        return call(*args)
 
 
 def failure(name: str, code: int) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.tiers.faults import HookedIO
+from tests.tiers.faults import GatedDisk
+from tierd.tiers import weights_read
 from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import Disturbance, Mover
 from tierd.tiers.weights_cache import ExpertCache
@@ -27,35 +27,12 @@ COUNT = 16
 SOON_S = 20.0
 
 
-class Disk(HookedIO):
-    """Counts reads; fails so many of an expert; holds those that begin while `gate` is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts: list[int] = []
-        self.failing: dict[int, int] = {}
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if name == "preadv_batch":
-            raise OSError(errno.ENOSYS, "one by one, so that each is seen")
-        if name == "preadv" and args[0] >= 0 and len(args[1]):
-            expert = args[2] // BYTES
-            self.experts.append(expert)
-            assert self.gate.wait(SOON_S)
-            if self.failing.get(expert, 0) > 0:
-                self.failing[expert] -= 1
-                raise OSError(errno.EIO, "Input/output error")
-        return call(*args)
-
-
 class Rig:
     def __init__(self, directory: Path, slots: int = 6, *, overlap: bool = True, mover: Mover | None = None) -> None:
         self.path = directory / "w"
         self.data = np.random.default_rng(3).integers(0, 256, COUNT * BYTES, dtype=np.uint8)
         self.path.write_bytes(self.data.tobytes())
-        self.disk = Disk()
+        self.disk = GatedDisk()
         self.file = WeightFile(self.path, self.disk.as_io())
         self.mover = mover or Mover(1, disk_threads=3)
         pieces = [
@@ -63,7 +40,7 @@ class Rig:
             for n in range(COUNT)
         ]
         self.cache = ExpertCache(self.file, self.mover, pieces, slots, overlap=overlap)
-        self.disk.experts.clear()
+        self.disk.offsets.clear()
 
     def bytes_of(self, expert: int) -> np.ndarray:
         return self.data[expert * BYTES : (expert + 1) * BYTES]
@@ -93,8 +70,8 @@ class Rig:
 
     def reads(self) -> list[int]:
         """Experts that were read since the last call."""
-        found = sorted(self.disk.experts)
-        self.disk.experts.clear()
+        found = sorted(offset // BYTES for offset in self.disk.offsets)
+        self.disk.offsets.clear()
         return found
 
     def close(self) -> None:
@@ -193,14 +170,14 @@ def test_without_overlap_nothing_is_read_ahead(rigs: Callable[..., Rig]) -> None
 
 def test_a_read_that_fails_once_is_tried_again(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.disk.failing[3] = 1
+    rig.disk.failing[3 * BYTES] = 1
     rig.passes(3)
     assert rig.cache.statistics().retries == 1
 
 
 def test_a_read_that_fails_is_a_loss_and_the_next_pass_tries_anew(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.disk.failing[3] = 3
+    rig.disk.failing[3 * BYTES] = 3
     rig.cache.begin(1)
     with pytest.raises(WeightsLost, match="expert 3: reading failed twice"):
         rig.bring(3)
@@ -210,7 +187,7 @@ def test_a_read_that_fails_is_a_loss_and_the_next_pass_tries_anew(rigs: Callable
 
 def test_a_guess_that_fails_is_read_again_when_it_is_needed(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    rig.disk.failing[9] = 2
+    rig.disk.failing[9 * BYTES] = 2
     rig.cache.begin(1)
     rig.bring(0, guessed=(9,))
     rig.settle()
@@ -237,6 +214,19 @@ def test_a_disk_that_stands_still_is_a_loss_at_the_deadline(rigs: Callable[..., 
         rig.bring(5, within_s=0.05)
     rig.disk.gate.set()
     rig.passes(5, 6)
+
+
+def test_what_comes_too_late_is_read_anew(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of which a part was still running: the other part was taken back."""
+    monkeypatch.setattr(weights_read, "PART_BYTES", BYTES // 2)
+    rig = rigs(2, mover=Mover(1, disk_threads=1))
+    rig.cache.begin(1)
+    rig.disk.gate.clear()
+    with pytest.raises(WeightsLost, match="expert 5: it has not come in time"):
+        rig.bring(5, within_s=0.05)
+    rig.cache.begin(1)
+    threading.Timer(0.05, rig.disk.gate.set).start()
+    rig.bring(5)
 
 
 def test_when_all_places_are_being_read_into_it_waits_for_one(rigs: Callable[..., Rig]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.tiers.faults import HookedIO
+from tests.tiers.faults import GatedDisk
 from tests.tiers.stand_ins import ManualMover
 from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import Disturbance, Mover
@@ -28,35 +27,12 @@ COUNT = 7
 SOON_S = 20.0
 
 
-class Disk(HookedIO):
-    """Counts reads; fails so many of them, from an offset on; holds those that begin while `gate` is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offsets: list[int] = []
-        self.failing: dict[int, int] = {}
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if name == "preadv_batch":
-            raise OSError(errno.ENOSYS, "one by one, so that each is seen")
-        if name == "preadv" and args[0] >= 0 and len(args[1]):
-            offset = args[2]
-            self.offsets.append(offset)
-            assert self.gate.wait(SOON_S)
-            if self.failing.get(offset, 0) > 0:
-                self.failing[offset] -= 1
-                raise OSError(errno.EIO, "Input/output error")
-        return call(*args)
-
-
 class Rig:
     def __init__(self, directory: Path, slots: int = 3, *, overlap: bool = True, mover: Mover | None = None) -> None:
         self.path = directory / "w"
         self.data = np.random.default_rng(3).integers(0, 256, COUNT * PIECE_BYTES, dtype=np.uint8)
         self.path.write_bytes(self.data.tobytes())
-        self.disk = Disk()
+        self.disk = GatedDisk()
         self.file = WeightFile(self.path, self.disk.as_io())
         self.mover = mover or Mover(1, disk_threads=3)
         self.ring = WeightRing(self.file, self.mover, [self.piece(n) for n in range(COUNT)], slots, overlap=overlap)

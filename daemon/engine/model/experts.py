@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from tierd.daemon.engine.model.load import RecordView, expert_of
 from tierd.daemon.engine.model.weights_status import Counted, WeightRow
-from tierd.daemon.models.catalog import Manifest, RecordEntry
-from tierd.daemon.models.placement import MIN_EXPERT_SLOTS
-from tierd.daemon.models.records import expert_names, expert_record
+from tierd.daemon.models.catalog import Manifest
+from tierd.daemon.models.placement import least_expert_slots
+from tierd.daemon.models.records import expert_names
 from tierd.kernels.cpu.weights import ExpertTable
 from tierd.tiers.mover import Mover
 from tierd.tiers.weights_cache import ExpertCache
@@ -21,13 +21,12 @@ class StreamedExperts:
 
     Args:
         table: where launches find experts.
-        in_memory: names of records that have a place of their own; they are not read.
-        slots: for the others.
+        slots: for experts that are not kept there.
     """
 
     def __init__(
-        self, manifest: Manifest, table: ExpertTable, file: WeightFile, mover: Mover, slots: int,
-        in_memory: Collection[str], *, overlap: bool, clock: Callable[[], float],
+        self, manifest: Manifest, table: ExpertTable, file: WeightFile, mover: Mover, slots: int, *, overlap: bool,
+        clock: Callable[[], float],
     ) -> None:  # fmt: skip
         spec = manifest.spec
         assert spec.experts is not None
@@ -35,10 +34,7 @@ class StreamedExperts:
         self._spec = spec
         self._count = spec.experts.count
         self._table = table
-        self._in_memory = in_memory
-        self._records: list[RecordEntry] = [
-            entries[expert_record(layer, expert)] for layer in spec.experts.layers for expert in range(self._count)
-        ]
+        self._records = [entries[name] for names in expert_names(spec).values() for name in names]
         pieces = [
             Piece(record.name, (Span(record.offset, record.bytes),), (record.digest,)) for record in self._records
         ]
@@ -58,16 +54,12 @@ class StreamedExperts:
 
     def bring(self, layer: int, wanted: Mapping[int, int], guessed: Mapping[int, int]) -> Iterator[Sequence[int]]:
         """See `kernels.cpu.mixture.ExpertSource`. Raises WeightsLost."""
-        here = [expert for expert in wanted if expert_record(layer, expert) in self._in_memory]
+        first, following = self._table.first(layer), self._table.first(layer + 1)
+        here = [expert for expert in wanted if self._table.is_kept(first + expert)]
         if here:
             yield here
-        first, following = self._table.first(layer), self._table.first(layer + 1)
-        numbers = {first + expert: rows for expert, rows in wanted.items() if expert not in here}
-        guesses = {
-            following + expert: rows
-            for expert, rows in guessed.items()
-            if expert_record(layer + 1, expert) not in self._in_memory
-        }
+        numbers = self._not_kept(first, wanted)
+        guesses = self._not_kept(following, guessed)
         for wave in self._cache.bring(numbers, guesses, self.deadline_s):
             for number, place in wave:
                 if self._put.get(number) != place:
@@ -75,6 +67,10 @@ class StreamedExperts:
                     view = RecordView(self._records[number], self._cache.memory(place))
                     self._table.put(layer, number - first, expert_of(view, self._spec))
             yield [number - first for number, _ in wave]
+
+    def moved(self) -> None:
+        """Experts came to places of their own, or left them: launches may find others than were put."""
+        self._put.clear()
 
     def counted(self) -> Counted:
         """What was read, and how often experts were there."""
@@ -87,11 +83,15 @@ class StreamedExperts:
     def used(self, layer: int) -> tuple[int, int]:
         """How often experts of this layer were there, and how often they were needed."""
         numbers = slice(self._table.first(layer), self._table.first(layer) + self._count)
-        return sum(self._cache.hits[numbers]), sum(self._cache.uses[numbers])
+        return int(self._cache.hits[numbers].sum()), int(self._cache.uses[numbers].sum())
 
     def close(self) -> bool:
         """End the reads; False when one is stuck."""
         return self._cache.close()
+
+    def _not_kept(self, first: int, experts: Mapping[int, int]) -> dict[int, int]:
+        """Those of a layer's experts that lie in slots, by number."""
+        return {first + expert: rows for expert, rows in experts.items() if not self._table.is_kept(first + expert)}
 
 
 class Experts:
@@ -119,20 +119,20 @@ class Experts:
         """Of the slots for those that are streamed."""
         return self.streamed.cache_bytes if self.streamed is not None else 0
 
-    def arrange(
-        self, table: ExpertTable, in_memory: Collection[str], slots: int, opened: Callable[[], WeightFile]
-    ) -> None:
-        """Slots for those that are not in memory; what lies in them stays, unless their number changes."""
-        missing = any(name not in in_memory for name in self.places)
-        slots = (slots or MIN_EXPERT_SLOTS) if missing else 0
-        if (self.streamed.slots if self.streamed is not None else 0) == slots:
+    def arrange(self, table: ExpertTable, slots: int, opened: Callable[[], WeightFile]) -> None:
+        """Slots for those that are not kept, none without need; what lies in them stays, unless their number changes.
+
+        `slots` 0: all are to be kept, until then it takes the least.
+        """
+        slots = min(slots or least_expert_slots(self._manifest)[0], table.missing)
+        if self.streamed is not None and self.streamed.slots == slots:
+            self.streamed.moved()
             return
         self.close()
-        if missing:
+        if slots:
             self.streamed = StreamedExperts(
-                self._manifest, table, opened(), self._mover, slots, in_memory, overlap=self._overlap,
-                clock=self._clock,
-            )  # fmt: skip
+                self._manifest, table, opened(), self._mover, slots, overlap=self._overlap, clock=self._clock
+            )
 
     def begin(self, rows: int) -> None:
         """A pass of so many rows begins."""

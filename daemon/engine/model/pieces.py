@@ -15,9 +15,9 @@ from tierd.daemon.engine.model.load import HINT, checked_format, record_named
 from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import WEIGHTS, Manifest, RecordEntry
 from tierd.daemon.models.placement import head_record, table_of
-from tierd.kernels.cpu.weights import panel_sections
+from tierd.kernels.cpu.weights import Part, describe_panels, panel_sections
 from tierd.kernels.packing import WeightFormat, panels
-from tierd.tiers.store_io import Bytes, StoreIO, huge_block
+from tierd.tiers.store_io import Bytes, StoreIO, address_of, huge_block
 from tierd.tiers.weights_file import Span, WeightFile, scan
 from tierd.tiers.weights_read import Piece
 
@@ -139,6 +139,12 @@ class Tables:
         if key not in self._scanned:
             self._scanned[key] = scan_table(opened(), found, part_panels)
         return self._scanned[key]
+
+
+def part_in(memory: Bytes, head: Table, piece: Piece, first: int, count: int) -> Part:
+    """`count` panels of the head from `first` on, whose piece comes to lie in `memory`."""
+    base = address_of(memory)
+    return Part(first, describe_panels(head.format, count, head.cols, [base + place for place in piece.places]))
 
 
 def open_file(directory: Path, manifest: Manifest, io: StoreIO | None) -> WeightFile:

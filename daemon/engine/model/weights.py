@@ -15,7 +15,7 @@ import numpy as np
 
 from tierd.daemon.engine.model.experts import Experts, StreamedExperts
 from tierd.daemon.engine.model.load import RecordView, Vector, expert_of, layer_of, map_file, record_named, shape_of
-from tierd.daemon.engine.model.pieces import Table, Tables, drop_mapped, layer_piece, open_file, read_record
+from tierd.daemon.engine.model.pieces import Table, Tables, drop_mapped, layer_piece, open_file, part_in, read_record
 from tierd.daemon.engine.model.weights_status import Counted, PassMeter, WeightRow, WeightsStatus
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import MAX_SLOTS, Placement, head_record, place
@@ -266,12 +266,17 @@ class ModelWeights:
 
         Raises ModelInvalid for a record that can't be read, or isn't what was imported: it goes on being streamed.
         """
-        name = min(self._target.resident - self._memory.keys(), default=None)
+        experts, missing = self._experts.places, self._target.resident - self._memory.keys()
+        # Experts last: the others are read in every pass.
+        name = min(missing, key=lambda name: (name in experts, name), default=None)
         if name is None:
             return False
         self._memory[name] = self._read(name)
         self._place(name)
-        self._arrange()
+        if name in experts:
+            self._arrange_experts()
+        else:
+            self._arrange()
         return True
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -343,8 +348,8 @@ class ModelWeights:
         """The ring and the reader of rows for what is not in memory now."""
         tables = self._tables.streamed(self._memory.keys(), self._target.part_panels, self._opened)
         self._drop_ring()
+        self._arrange_experts()
         decoder, spec = self._attached(), self._manifest.spec
-        self._experts.arrange(decoder.weights.experts, self._memory, self._target.expert_slots, self._opened)
         layers = [name for name in self._layer_names if name not in self._memory]
         pieces = [*(layer_piece(self._entries[name]) for name in layers), *tables.parts]
         if (rows := tables.rows) is not None:
@@ -366,13 +371,11 @@ class ModelWeights:
             self._placed[index] = [decoder.weights.describe(index, layer_of(view, spec, index)) for view in views]
         if (head := tables.head) is not None:
             for number, (first, count) in enumerate(head.parts(tables.part_panels), len(layers)):
-                self._parts.append((number, [self._part(head, first, count, number, slot) for slot in range(slots)]))
+                places = [ring.memory(slot) for slot in range(slots)]
+                self._parts.append((number, [part_in(memory, head, pieces[number], first, count) for memory in places]))
 
-    def _part(self, head: Table, first: int, count: int, number: int, slot: int) -> Part:
-        assert self._ring is not None
-        base = address_of(self._ring.memory(slot))
-        addresses = [base + place for place in self._ring.pieces[number].places]
-        return Part(first, describe_panels(head.format, count, head.cols, addresses))
+    def _arrange_experts(self) -> None:
+        self._experts.arrange(self._attached().weights.experts, self._target.expert_slots, self._opened)
 
     def _drop_ring(self) -> bool:
         """False when a read is stuck: its memory is left to it."""

@@ -82,6 +82,26 @@ def test_experts_move_while_a_stream_runs(mixture: Path, tmp_path: Path) -> None
             assert running.engine.weights.streams == (memory < manifest.bytes)
 
 
+def test_experts_come_to_memory_last_and_leave_it_again(mixture: Path, tmp_path: Path) -> None:
+    names = [record.name for record in load_manifest(mixture).records]
+    with live(mixture, tmp_path, least_bytes(mixture)) as running:
+        wanted, weights, loop = answers(running), running.engine.weights, running.engine.loop
+        slots = weights._experts.streamed
+        loop.call(lambda: weights.retarget(load_manifest(mixture).bytes)).result(10)
+        while "expert.2.11" not in weights._memory:
+            assert loop.call(weights.settle).result(10)
+            assert weights.memory_bytes <= load_manifest(mixture).bytes
+            others = {name for name in names if not name.startswith("expert.")}
+            assert others <= weights._memory.keys() or weights._memory.keys() <= others
+        assert weights._experts.streamed is slots, "what was in the slots is still there"
+        assert answers(running) == wanted
+        left = {name: memory for name, memory in weights._memory.items() if name.startswith("expert.")}
+        loop.call(lambda: weights.retarget(least_bytes(mixture))).result(10)
+        for memory in left.values():
+            memory[:] = 0xFF  # NaN for whoever still reads there
+        assert answers(running) == wanted
+
+
 def test_a_disk_error_fails_the_requests_and_nothing_else(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,7 +222,8 @@ class AsyncClient:
 
     async def prefixes(self, model: str | None = None, limit: int = LISTED) -> list[dict[str, Any]]:
         """Known prefixes, the one used last first: `id`, `text`, `tokens`, `pages`, by tier `device`, `host`, `nvme`,
-        `hits`, `idle_s`, `pinned`, `in_use`, `parent`. Of the model used last, unless one is named."""
+        `hits`, `idle_s`, `pinned` (`wished`: by a request, not by hand), `in_use`, `parent`. Of the model used last,
+        unless one is named."""
         answer = await self.call("prefix", action="ls", model=model, limit=limit, wait_s=EVENT_TIMEOUT_S)
         return list(answer["prefixes"])
 

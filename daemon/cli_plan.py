@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,13 +14,13 @@ from tierd.daemon.cli_common import json_option, load_settings, print_json, prin
 from tierd.daemon.config import Settings, resolve_sizes
 from tierd.daemon.config_values import context_tokens
 from tierd.daemon.errors import BadRequest
-from tierd.daemon.machine import probe_machine, total_memory_bytes
+from tierd.daemon.machine import probe_machine
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.plan import answer as told
 from tierd.daemon.plan import rates
 from tierd.daemon.plan.auto import choose_sizes
 from tierd.daemon.plan.cards import CARDS, find_card
-from tierd.daemon.plan.draft import wanted
+from tierd.daemon.plan.draft import choose_draft
 from tierd.daemon.plan.known import KNOWN, known_shape
 from tierd.daemon.plan.kv import ENGINE_FORMATS, KV_FORMATS, token_bytes
 from tierd.daemon.plan.scenario import Limits, Load, card_memory, card_task, cpu_task
@@ -93,7 +94,7 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
     """On this machine's processors, with the sizes that `tierd serve` would take."""
     threads = settings.threads or len(os.sched_getaffinity(0))
     computer = probe_machine(settings.cache_dir)
-    measured = _measured(settings, threads)
+    measured = rates.of_this_machine(settings.cache_dir, threads)
     pages = kv_format or settings.kv_format
     context = load.prompt_tokens + load.answer_tokens
     limits = Limits(pages, settings.max_batch, max(settings.max_streams, load.streams), threads, context)
@@ -102,12 +103,14 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
     if spec is not None and runs:
         smallest = min(found.total for _, found in subject.formats)
         asked = dataclasses.replace(settings, kv_format=pages)
-        draft = wanted(settings, threads)
-        taken = draft.total_bytes if draft is not None else 0
-        beside = computer._replace(available_ram=max(computer.available_ram - taken, 0))
+        directory = Path(subject.source) if subject.manifest is not None else None
+        draft = choose_draft(settings, directory, smallest, computer, threads)
+        beside = computer._replace(available_ram=max(computer.available_ram - draft.total_bytes, 0))
         sizes, remarks = choose_sizes(asked, beside, spec, smallest, context, threads)
-        if draft is not None:
-            remarks = (*remarks, f"the draft model {draft.name} takes {human_bytes(taken)}")
+        if draft.model is not None:
+            remarks = (*remarks, f"the draft model {draft.model.name} takes {human_bytes(draft.total_bytes)}")
+        elif draft.off_reason:
+            remarks = (*remarks, f"there is no draft model: {draft.off_reason}")
     else:
         sizes, remarks = resolve_sizes(settings, computer), ()
     short = ""
@@ -131,7 +134,7 @@ def _on_card(subject: Subject, load: Load, settings: Settings, gpu: str, kv_form
     """On a card by its data sheet, in this computer."""
     card = find_card(gpu)
     computer = probe_machine(settings.cache_dir)
-    measured = _measured(settings, settings.threads or len(os.sched_getaffinity(0)))
+    measured = rates.of_this_machine(settings.cache_dir, settings.threads or len(os.sched_getaffinity(0)))
     usable = min(computer.available_ram, computer.total_ram)
     host = usable - usable // 10 if settings.host_mem is None else settings.host_mem
     disk = computer.free_disk if settings.nvme_mem is None else settings.nvme_mem
@@ -141,11 +144,6 @@ def _on_card(subject: Subject, load: Load, settings: Settings, gpu: str, kv_form
     )  # fmt: skip
     basis = f"data sheet of {card.name}; disk and CPU memory {'assumed' if measured.assumed else 'measured here'}"
     return told.make(task, subject, card.name, basis, (), runs=False)
-
-
-def _measured(settings: Settings, threads: int) -> rates.Measured:
-    fingerprint = rates.fingerprint(settings.cache_dir, threads, total_memory_bytes())
-    return rates.load(settings.cache_dir, fingerprint) or rates.assumed(fingerprint)
 
 
 def _list_cards(as_json: bool) -> None:

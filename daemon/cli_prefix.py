@@ -128,7 +128,8 @@ def _ask(client: Client, action: str, model: str | None, **arguments: Any) -> di
 
 
 def _state(one: dict[str, Any]) -> str:
-    return " ".join(word for word, is_so in (("pinned", one.get("pinned")), ("in use", one.get("in_use"))) if is_so)
+    kept = "kept for a while" if one.get("wished") else "pinned" if one.get("pinned") else ""
+    return " ".join(word for word in (kept, "in use" if one.get("in_use") else "") if word)
 
 
 def _shortened(one: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ class History:
         self._number = 0
 
     def tell(self, kind: str, text: str) -> None:
-        """Something happened: `load`, `unload`, `crash` or `notice`."""
+        """Something happened: `load`, `unload`, `crash`, `notice` or `batch`."""
         self._number += 1
         at_s = round(self._wall(), 3)
         self._entries.append({"number": self._number, "kind": kind, "text": text, "at_s": at_s})

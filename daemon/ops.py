@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -13,7 +12,6 @@ from tierd.daemon import embedding, limits, protocol
 from tierd.daemon.errors import BadRequest, Unsupported, suggest
 from tierd.daemon.plan.block import Extent
 from tierd.daemon.service import Service
-from tierd.daemon.supervisor import Model
 from tierd.daemon.version import version
 
 MAX_TIMEOUT_S = 600.0
@@ -170,8 +168,7 @@ async def _reserve(service: Service, args: _Reserve, who: Who) -> dict[str, Any]
     if args.streams is not None and args.streams < 1:
         raise BadRequest("streams must be at least 1", param="streams")
     extent = Extent(args.requests, args.prompt_tokens, args.answer_tokens, args.longest_tokens)
-    shown = await service.show(args.model)
-    model = Model(shown["name"], Path(shown["path"]))
+    model, _ = service.shelf.find(args.model)
     return await service.exclusive.reserve(who.connection, model, extent, args.streams, lambda: service.live)
 
 
@@ -337,4 +334,5 @@ def progress(service: Service, op: str, args: Mapping[str, Any]) -> dict[str, An
     model = args.get("model")
     known = op == "cache" or (op == "load" and isinstance(model, str))
     found = service.progress(op, model or "") if known else {}
-    return found or {"stage": op, "done": 0, "total": 0, "text": f"{op} is still at work"}
+    text = service.exclusive.stage if op == "reserve" else f"{op} is still at work"
+    return found or {"stage": op, "done": 0, "total": 0, "text": text}

@@ -15,16 +15,15 @@ from tierd.daemon import kv_quota, room
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.config import EngineConfig, Settings, engine_config, kv_root, resolve_sizes
 from tierd.daemon.errors import OutOfSpace, TierdError
-from tierd.daemon.machine import Machine, Sizes, auto_weights, probe_machine, total_memory_bytes
-from tierd.daemon.models.catalog import Manifest, load_manifest
+from tierd.daemon.machine import Machine, Sizes, probe_machine
+from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.plan import rates
 from tierd.daemon.plan.auto import LEAST_ARENA_BYTES, choose_sizes
 from tierd.daemon.plan.block import Block, Extent, choose_block
-from tierd.daemon.plan.draft import wanted
-from tierd.daemon.plan.shape import shape_from_spec
-from tierd.daemon.plan.subject import Subject
-from tierd.daemon.plan.weights import prepared_bytes
+from tierd.daemon.plan.choose_format import fitting_format
+from tierd.daemon.plan.draft import Draft, choose_draft
+from tierd.daemon.plan.subject import prepared_subject
 from tierd.daemon.plan.workspace import engine_bytes
 from tierd.daemon.room import Arenas, Held
 from tierd.daemon.supervisor import Model, NoRoom
@@ -37,23 +36,19 @@ AUTO = "auto"  # as a size: what the daemon chooses
 _SIZES = ("device_bytes", "host_bytes", "weights_bytes")  # of a resize, and fields of `Sizes`
 
 
-class _Draft(NamedTuple):
-    """The draft model of an engine, what it takes, and why there is none although one was asked for."""
-
-    directory: Path | None = None
-    total_bytes: int = 0
-    off_reason: str = ""
-
-
 class _Need(NamedTuple):
-    """The sizes of an engine that is alone, and what it takes beside its arenas when its weights are all in memory."""
+    """The sizes of an engine that is alone, and what it takes beside its arenas."""
 
     sizes: Sizes
-    weights_bytes: int
+    weights_bytes: int  # all of them
     workspace_bytes: int
-    draft: _Draft = _Draft()
+    draft: Draft = Draft()
     format: str = ""  # of the weights
     why: tuple[str, ...] = ()
+
+    def held(self, sizes: Sizes) -> Held:
+        """What an engine with these sizes may use."""
+        return Held(_arenas(sizes), min(sizes.weights_bytes, self.weights_bytes), self.workspace_bytes)
 
 
 def _chosen(config: EngineConfig, format: str, why: tuple[str, ...]) -> dict[str, Any]:
@@ -64,18 +59,6 @@ def _chosen(config: EngineConfig, format: str, why: tuple[str, ...]) -> dict[str
 
 def _arenas(sizes: Sizes) -> Arenas:
     return Arenas(sizes.device_bytes, sizes.host_bytes)
-
-
-def _narrower(manifest: Manifest, weights_bytes: int) -> str:
-    """A sentence about a weight format in which a model would fit, empty when it fits as it is, or in none."""
-    if manifest.bytes <= weights_bytes:
-        return ""
-    for name in ("int8-g32", "int4-g32"):
-        size = int(manifest.spec.parameters * rates.BITS[name] / 8)
-        if size < min(manifest.bytes, weights_bytes):
-            again = f"`tierd pull {manifest.source} --weights {name}`"
-            return f"as {name} they would take some {human_bytes(size)} and fit: {again}"
-    return ""
 
 
 class Preparer:
@@ -92,7 +75,7 @@ class Preparer:
         self._held: dict[str, Held] = {}
         self._resized: dict[str, dict[str, int]] = {}  # models, and what somebody gave them by hand
         self._blocks: dict[str, Block] = {}  # models whose next engine is for a batch alone
-        self._auto: dict[str, Sizes] = {}  # what running engines would have got of a machine of their own
+        self._needs: dict[str, _Need] = {}  # of running engines
         self._auto_cap = self._cap = Arenas(0, 0)  # as the daemon chose it, and with what was resized by hand
         self._usable_bytes = 0
 
@@ -106,7 +89,7 @@ class Preparer:
             machine = await asyncio.to_thread(self._machine)
             need = await asyncio.to_thread(self._need, model, machine)
             block = self._blocks.get(model.name)
-            self._auto[model.name] = need.sizes
+            self._needs[model.name] = need
             wish = self._resized.get(model.name, {}) if block is None else {}
             if self._held:
                 sizes = await self._beside(model, need, wish, machine, engines)
@@ -116,19 +99,18 @@ class Preparer:
                 sizes = need.sizes if block is None else block.sizes
                 self._auto_cap = _arenas(sizes)
                 wished = sizes._replace(**wish)
-                if sum(_arenas(wished)) + need.workspace_bytes <= max(self._usable_bytes, sum(_arenas(sizes))):
+                if need.held(wished).total <= self._most_bytes(model.name):
                     sizes = wished
-            arenas = _arenas(sizes)
-            fixed_bytes = min(sizes.weights_bytes, need.weights_bytes) + need.workspace_bytes
-            self._held[model.name] = Held(arenas, fixed_bytes)
+            self._held[model.name] = need.held(sizes)
             if len(self._held) == 1:
-                self._cap = arenas
+                self._cap = _arenas(sizes)
             taken = room.total_of(held.arenas for held in self._held.values())
             self._cap = Arenas(max(self._cap.device, taken.device), max(self._cap.host, taken.host))
             self._tell(model.name, sizes, wish, engines)
             sizes = await asyncio.to_thread(self._on_disk, model, sizes)
-        draft = need.draft if block is None else _Draft()  # a block of sequences fills the steps without guesses
-        config = engine_config(self._settings, sizes, Path(model.directory), draft.directory, draft.off_reason)
+        draft = need.draft if block is None else Draft()  # a block of sequences fills the steps without guesses
+        draft_dir = draft.model.directory if draft.model is not None else None
+        config = engine_config(self._settings, sizes, Path(model.directory), draft_dir, draft.off_reason)
         if block is not None:
             config = msgspec.structs.replace(
                 config, max_streams=block.streams, max_batch_rows=block.rows, throughput=True
@@ -148,12 +130,8 @@ class Preparer:
         """The block of a batch that has the machine for itself. Reads the disk: for a thread."""
         manifest = load_manifest(Path(model.directory))
         settings, threads = self._settings, self._threads()
-        subject = Subject(
-            manifest.name, str(model.directory), shape_from_spec(manifest.spec, manifest.name),
-            ((manifest.format, prepared_bytes(manifest)),), manifest.digest, manifest.context, manifest,
-        )  # fmt: skip
-        fingerprint = rates.fingerprint(settings.cache_dir, threads, total_memory_bytes())
-        measured = rates.load(settings.cache_dir, fingerprint) or rates.assumed(fingerprint)
+        measured = rates.of_this_machine(settings.cache_dir, threads)
+        subject = prepared_subject(Path(model.directory), manifest)
         return choose_block(subject, extent, settings, self._machine(), measured, threads, streams)
 
     def _threads(self) -> int:
@@ -175,7 +153,11 @@ class Preparer:
             auto = [name for name in _SIZES if args.get(name) == AUTO]
             wanted = {**args, **{name: self._auto_bytes(engine.model, name) for name in auto}}
             self._check_fits(engine.model, wanted)
-            told = await engine.call("resize", wanted, timeout_s)
+            try:
+                told = await engine.call("resize", wanted, timeout_s)
+            except TierdError:
+                self._book_weights(engine.model, wanted)
+                raise
             sizes = {name: told[name] for name in _SIZES if name in args and name in told}
             mine = self._resized.get(engine.model, {}) | sizes
             self._resized[engine.model] = {name: size for name, size in mine.items() if name not in auto}
@@ -183,39 +165,55 @@ class Preparer:
                 device, host = held.arenas
                 arenas = Arenas(sizes.get("device_bytes", device), sizes.get("host_bytes", host))
                 self._cap = Arenas(self._cap.device + arenas.device - device, self._cap.host + arenas.host - host)
-                self._held[engine.model] = held._replace(arenas=arenas)
+                self._held[engine.model] = held._replace(
+                    arenas=arenas, weights=sizes.get("weights_bytes", held.weights)
+                )
             return told
+
+    def _book_weights(self, name: str, wanted: Mapping[str, Any]) -> None:
+        """A resize has failed: weights move first, so they may have come into memory although the rest did not."""
+        held, weights_bytes = self._held.get(name), wanted.get("weights_bytes")
+        if held is not None and weights_bytes is not None:
+            grown = max(held.weights, min(weights_bytes, self._needs[name].weights_bytes))
+            self._held[name] = held._replace(weights=grown)
 
     def _auto_bytes(self, name: str, size: str) -> int:
         """One of the sizes of a running engine as the daemon would choose it, beside the others that run."""
         if size == "weights_bytes":
-            return self._auto[name].weights_bytes
+            return self._needs[name].sizes.weights_bytes
         part = self._auto_cap.device if size == "device_bytes" else self._auto_cap.host
         return part // max(len(self._held), 1)
 
+    def _most_bytes(self, name: str) -> int:
+        """What a model may have: what the others leave, and alone as much as it gets unasked."""
+        others = {model: held for model, held in self._held.items() if model != name}
+        left_bytes = room.left_beside(self._usable_bytes, others)
+        need = self._needs[name]
+        return left_bytes if others else max(left_bytes, need.held(need.sizes).total)
+
     def _check_fits(self, name: str, wanted: Mapping[str, Any]) -> None:
-        """Raises OutOfSpace for arenas that are larger than now and than what is left beside all else."""
+        """Raises OutOfSpace for a model that is to have more than it has and than what is left beside all else."""
         held = self._held.get(name)
         if held is None:
             return
-        now = held.arenas
-        named = {tier: size for tier in now._fields if (size := wanted.get(f"{tier}_bytes")) is not None}
-        arenas = now._replace(**named)
-        others = sum(sum(one.arenas) + one.fixed for model, one in self._held.items() if model != name)
-        fixed_bytes = held.fixed
-        if (weights_bytes := wanted.get("weights_bytes")) is not None:
-            fixed_bytes = min(held.fixed, weights_bytes)
-        free_bytes = self._usable_bytes - others - fixed_bytes
-        if sum(arenas) <= max(free_bytes, sum(now)):
+        whole = self._needs[name].weights_bytes
+        now = {"device": held.arenas.device, "host": held.arenas.host, "weights": held.weights}
+        named = {tier: size for tier in now if (size := wanted.get(f"{tier}_bytes")) is not None}
+        if "weights" in named:
+            named["weights"] = min(named["weights"], whole)
+        then, most_bytes = now | named, max(self._most_bytes(name), held.total)
+        if sum(then.values()) + held.workspace <= most_bytes:
             return
-        tier = "device" if "device" in named else "host"
-        size = arenas.device if "device" in named else arenas.host
-        other = sum(arenas) - size
-        left_bytes = max(free_bytes - other, 0)
+        tier = max(named, key=lambda each: then[each] - now[each])
+        size = then[tier]
+        left_bytes = max(most_bytes - held.workspace - sum(then.values()) + size, 0)
+        beside, less = ("pages", "--device-mem") if tier == "weights" else ("weights", "--weights-mem")
+        flags = " ".join(f"--{each}-mem {size // 10**6}MB" for each, size in (named | {tier: left_bytes}).items())
+        does = f"`tierd resize {name} {flags}` does; " if left_bytes else ""
         raise OutOfSpace(
-            f"{human_bytes(size)} of {tier} memory do not fit: weights, workspace and other models leave "
+            f"{human_bytes(size)} of {tier} memory do not fit: {beside}, workspace and other models leave "
             f"{human_bytes(left_bytes)} of {human_bytes(self._usable_bytes)} for it",
-            hint=f"`tierd resize {name} --{tier}-mem {left_bytes // 10**6}MB` does; less --weights-mem leaves more",
+            hint=f"{does}less {less} leaves more",
             param=f"{tier}_bytes",
         )
 
@@ -242,7 +240,9 @@ class Preparer:
         self, model: Model, need: _Need, wish: Mapping[str, int], machine: Machine, engines: Mapping[str, EngineProcess]
     ) -> Sizes:
         """The sizes of one more engine; the others have made room for it then, or have what they had before."""
-        weights_bytes = min(wish.get("weights_bytes", need.weights_bytes), need.weights_bytes)
+        asked = self._settings.weights_mem
+        most_bytes = need.weights_bytes if asked is None else min(asked, need.weights_bytes)
+        weights_bytes = min(wish.get("weights_bytes", most_bytes), most_bytes)
         fixed_bytes, before = weights_bytes + need.workspace_bytes, dict(self._held)
         division, is_wish = self._divide(fixed_bytes, wish)
         if division is None or (
@@ -313,18 +313,21 @@ class Preparer:
         return sizes._replace(nvme_bytes=share_bytes)
 
     def _need(self, model: Model, machine: Machine) -> _Need:
-        """The sizes that suit the machine and this model."""
+        """The sizes that suit the machine and this model. Raises what `choose_draft` raises."""
         settings = self._settings
         try:
             manifest = load_manifest(Path(model.directory))
         except ModelFileError:
             return _Need(resolve_sizes(settings, machine), 0, 0)  # the engine says what is wrong with it
         threads = self._threads()
-        draft = self._draft(model, manifest, machine, threads)
+        draft = choose_draft(settings, Path(model.directory), manifest.bytes, machine, threads)
         beside = machine._replace(available_ram=max(machine.available_ram - draft.total_bytes, 0))
         sizes, why = choose_sizes(settings, beside, manifest.spec, manifest.bytes, manifest.context, threads)
-        if remark := _narrower(manifest, sizes.weights_bytes):
-            why = (*why, remark)
+        if manifest.bytes > sizes.weights_bytes and (
+            found := fitting_format(manifest.spec, manifest.bytes, settings, beside)
+        ):
+            again = f"`tierd pull {manifest.source} --weights {found.format}`"
+            why = (*why, f"as {found.format} they would take {human_bytes(found.bytes)} and fit: {again}")
         for reason in why:
             log.info("%s: %s", model.name, reason)
         workspace = engine_bytes(
@@ -332,16 +335,4 @@ class Preparer:
             nvme_bytes=sizes.nvme_bytes, context=settings.ctx or manifest.context, max_batch=settings.max_batch,
             max_streams=settings.max_streams, threads=threads,
         ).workspace  # fmt: skip
-        weights = manifest.bytes if settings.weights_mem is None else min(settings.weights_mem, manifest.bytes)
-        return _Need(sizes, weights, workspace + draft.total_bytes, draft, manifest.format, why)
-
-    def _draft(self, model: Model, manifest: Manifest, machine: Machine, threads: int) -> _Draft:
-        """The draft model of an engine. Raises ModelNotFound, ModelInvalid, BadConfig."""
-        found = wanted(self._settings, threads)
-        if found is None or found.directory == Path(model.directory):
-            return _Draft()  # a model would guess no sooner than it computes
-        room = auto_weights(min(machine.available_ram, machine.total_ram), LEAST_ARENA_BYTES, 0)
-        if self._settings.weights_mem is None and room - found.total_bytes < manifest.bytes <= room:
-            taken = human_bytes(found.total_bytes)
-            return _Draft(off_reason=f"beside {found.name}, which takes {taken}, not all weights would stay in memory")
-        return _Draft(found.directory, found.total_bytes)
+        return _Need(sizes, manifest.bytes, workspace + draft.total_bytes, draft, manifest.format, why)

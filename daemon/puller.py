@@ -16,10 +16,13 @@ from tierd.daemon.config import Settings
 from tierd.daemon.errors import LOGS_HINT, BadRequest, DownloadFailed, TooBusy, from_wire
 from tierd.daemon.models import catalog
 
-COMMAND = (sys.executable, "-m", "tierd.daemon.models.pull_process")
+COMMAND = (sys.executable, "-m", "tierd.daemon.pull_process")
 MAX_PULLS = 2
 LINE_BYTES = 64 << 10
 EXIT_S = 5.0
+# What the choice of a weight format depends on. Not all: an order can be read by whoever lists processes.
+_CHOOSING = ("device_mem", "host_mem", "nvme_mem", "nvme_min_free", "weights_mem", "threads", "kv_format", "ctx",
+             "max_batch", "max_streams")  # fmt: skip
 
 
 class Puller:
@@ -30,9 +33,10 @@ class Puller:
         self._running = 0
 
     async def pull(self, ref: str) -> AsyncGenerator[dict[str, Any], None]:
-        """`{stage, done, total}` again and again, `{name}` at the end. Closing the iterator ends the pull.
+        """`{stage, done, total}` again and again, some with a `text` for people, and `{name}` at the end.
 
-        Raises BadRequest for a reference that is a path, TooBusy, and what the pull fails with.
+        Closing the iterator ends the pull. Raises BadRequest for a reference that is a path, TooBusy, and what the pull
+        fails with.
         """
         check_ref(ref)
         if self._running >= MAX_PULLS:
@@ -54,6 +58,7 @@ class Puller:
         order = {
             "ref": ref, "models_dir": str(self._settings.models_dir), "cache_dir": str(self._settings.cache_dir),
             "offline": self._settings.offline,
+            "settings": {name: getattr(self._settings, name) for name in _CHOOSING},
         }  # fmt: skip
         process = await asyncio.create_subprocess_exec(
             *COMMAND, msgspec.json.encode(order).decode(), stdin=asyncio.subprocess.DEVNULL,

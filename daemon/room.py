@@ -18,10 +18,16 @@ class Arenas(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What an engine may use, in bytes. `fixed`: its weights in memory, and its workspace."""
+    """What an engine may use, in bytes. `weights`: those in memory."""
 
     arenas: Arenas
-    fixed: int
+    weights: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.arenas) + self.weights + self.workspace
 
 
 class Division(NamedTuple):
@@ -41,12 +47,12 @@ def divide(
 ) -> Division | None:
     """Room for one more engine beside those that run; None when there is none.
 
-    `usable_bytes`: what all engines together may use. `fixed_bytes`: the newcomer's weights and workspace. Every engine
+    `usable_bytes` as for `left_beside`. `fixed_bytes`: the newcomer's weights and workspace. Every engine
     keeps at least `least_device_bytes` on the device. `wish`: arenas that the newcomer is to have, instead of an equal
     part: out of those of the others, or beside equal parts of them where these don't have as much.
     """
     total = total_of(one.arenas for one in held.values())
-    free_bytes = usable_bytes - total.device - total.host - sum(one.fixed for one in held.values()) - fixed_bytes
+    free_bytes = left_beside(usable_bytes, held) - fixed_bytes
     count = len(held) + 1
     part = Arenas(total.device // count, total.host // count)
     if free_bytes < 0 or part.device < least_device_bytes:
@@ -59,6 +65,11 @@ def divide(
         part = Arenas(left.device // len(held), left.host // len(held))
     division = Division(_at_most(held, part), wish)
     return division if wish.device + wish.host - division.freed_bytes(held) <= free_bytes else None
+
+
+def left_beside(usable_bytes: int, held: Mapping[str, Held]) -> int:
+    """What these engines leave of the memory that all together may use; negative when they have more than that."""
+    return usable_bytes - sum(one.total for one in held.values())
 
 
 def left_of(total: Arenas, taken: Mapping[str, Arenas]) -> Arenas:

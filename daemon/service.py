@@ -41,6 +41,7 @@ from tierd.daemon.metrics import Metrics
 from tierd.daemon.models import catalog
 from tierd.daemon.protocol import TERMINAL, Event, Submit
 from tierd.daemon.resume import Live
+from tierd.daemon.shelf import Shelf
 from tierd.daemon.stream import LOAD_TIMEOUT_S, Stream
 from tierd.daemon.supervisor import Model, Resize, Supervisor
 from tierd.daemon.tenants import Tenants
@@ -62,6 +63,7 @@ class Service:
         self, settings: Settings, supervisor: Supervisor, metrics: Metrics, resize: Resize, exclusive: Exclusive
     ) -> None:
         self.settings = settings
+        self.shelf = Shelf(settings)
         self.exclusive = exclusive
         self.metrics = metrics
         self.tenants = Tenants(KeyRing(settings.keys_file))
@@ -77,7 +79,6 @@ class Service:
         self._places: dict[Generation, Place] = {}
         self._embeddings = embedding.Embeddings(supervisor, metrics)
         self._ids = itertools.count(1)
-        self._manifests: dict[str, tuple[tuple[int, int], int]] = {}
 
     # -- generations -----------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class Service:
         """The model of requests. Raises TierdError for those that are refused whoever asks."""
         if self.draining:
             raise Draining()
-        model, context_tokens = self._find(submits[0].model)
+        model, context_tokens = self.shelf.find(submits[0].model)
         for one in submits:
             limits.check_submit(one, context_tokens)
         return model
@@ -169,7 +170,7 @@ class Service:
         if self.draining:
             raise Draining()
         embedding.check(inputs)
-        model, _ = self._find(ref)
+        model, _ = self.shelf.find(ref)
         with self._admission.book(tenant) as place:
             return await self._embeddings.run(model, inputs, place, door, truncate, priority)
 
@@ -195,42 +196,29 @@ class Service:
 
     async def models(self) -> list[dict[str, Any]]:
         """Every prepared model, broken ones with their `problem`."""
-        listed = await asyncio.to_thread(catalog.list_models, self.settings.models_dir)
-        return [
-            {"name": item.name, "loaded": item.name in self._supervisor.engines, "problem": item.problem}
-            | (catalog.summary(item.manifest) if item.manifest else {})
-            for item in listed
-        ]
+        return await self.shelf.list(self._supervisor.engines)
 
     async def show(self, ref: str) -> dict[str, Any]:
         """One model with its shape. Raises ModelNotFound."""
-        directory, manifest = await asyncio.to_thread(catalog.find, self.settings.models_dir, ref)
-        return {
-            "name": directory.name,
-            "path": str(directory),
-            "loaded": directory.name in self._supervisor.engines,
-            "spec": msgspec.to_builtins(manifest.spec),
-            "sampling": msgspec.to_builtins(manifest.sampling),
-            **catalog.summary(manifest),
-        }
+        return await self.shelf.show(ref, self._supervisor.engines)
 
     def context_tokens(self, ref: str) -> int:
         """The context that is served of a model. Raises ModelNotFound."""
-        return self._find(ref)[1]
+        return self.shelf.find(ref)[1]
 
     async def load(self, ref: str, tenant: str = "") -> dict[str, Any]:
         """Bring a model up, in a place of the tenant. Returns what its engine said when it was ready."""
         self.exclusive.check(None)
         if self.draining:
             raise Draining()
-        model, _ = self._find(ref)
+        model, _ = self.shelf.find(ref)
         with self._admission.book(tenant, drains=False):
             engine = await self._supervisor.acquire(model, LOAD_TIMEOUT_S)
         return {"model": model.name, "pid": engine.pid, **engine.info}
 
     def progress(self, op: str, ref: str) -> dict[str, Any]:
         """What is told to those who wait for `load` or `cache`; empty if there is nothing to tell."""
-        return self._supervisor.progress_of(self._find(ref)[0].name) if op == "load" else self._supervisor.upkeep()
+        return self._supervisor.progress_of(self.shelf.find(ref)[0].name) if op == "load" else self._supervisor.upkeep()
 
     async def unload(self, ref: str | None) -> dict[str, Any]:
         """Flush and end the engine of a model, or every engine. Raises TooBusy while one is in use."""
@@ -239,7 +227,7 @@ class Service:
         else:
             names = [catalog.parse_ref(ref)]
             if names[0] not in self._supervisor.engines:
-                self._find(ref)  # a mistyped name is told as such
+                self.shelf.find(ref)  # a mistyped name is told as such
         ending = {name: self._supervisor.engines.get(name) for name in names if self._supervisor.unload(name)}
         for name, engine in ending.items():
             while self._supervisor.engines.get(name) is engine:
@@ -248,7 +236,7 @@ class Service:
 
     def keep_loaded(self, ref: str, seconds: float | None) -> None:
         """How long a loaded model stays when nobody uses it: 0 unloads it when it is idle, None is for ever."""
-        self._supervisor.keep_loaded(self._find(ref)[0].name, seconds)
+        self._supervisor.keep_loaded(self.shelf.find(ref)[0].name, seconds)
 
     async def tokenize(self, ref: str, args: Mapping[str, Any], tenant: str = "") -> dict[str, Any]:
         """Token ids of a text or of messages, in a place of the tenant."""
@@ -362,7 +350,7 @@ class Service:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     async def _call(self, ref: str, op: str, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        model, _ = self._find(ref)
+        model, _ = self.shelf.find(ref)
         self.exclusive.check(None, model.name)
         engine = await self._supervisor.acquire(model, LOAD_TIMEOUT_S)
         return await engine.call(op, args, timeout_s)
@@ -371,28 +359,12 @@ class Service:
         """The engine of a model, or the one used last. Raises NotFound, ModelNotFound."""
         engines = [engine for engine in self._supervisor.engines.values() if engine.state is EngineState.READY]
         if ref is not None:
-            name = self._find(ref)[0].name
+            name = self.shelf.find(ref)[0].name
             engines = [engine for engine in engines if engine.model == name]
         if not engines:
             what = f"{catalog.parse_ref(ref)} is not loaded" if ref else "no model is loaded"
             raise NotFound(what, hint="`tierd load MODEL` loads one")
         return max(engines, key=lambda engine: engine.last_use_s)
-
-    def _find(self, ref: str) -> tuple[Model, int]:
-        """A model, and the context in tokens that its engine serves. Reads a manifest again when its file changed."""
-        ref = ref or self.settings.default_model
-        name = catalog.parse_ref(ref)
-        directory = self.settings.models_dir / name
-        try:
-            info = os.stat(directory / catalog.MANIFEST)
-            stamp = (info.st_mtime_ns, info.st_ino)
-        except OSError:
-            stamp = (0, 0)
-        known = self._manifests.get(name)
-        if known is None or known[0] != stamp or stamp == (0, 0):
-            found, manifest = catalog.find(self.settings.models_dir, ref)
-            known = self._manifests[found.name] = (stamp, manifest.context)
-        return Model(name, directory), self.settings.ctx or known[1]
 
 
 def failure(event_id: int, exc: TierdError, *, accepted: bool) -> Event:

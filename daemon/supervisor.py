@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,18 @@ from typing import Any
 from tierd.daemon.broadcast import Broadcast
 from tierd.daemon.child import WORKER, EngineProcess, EngineState
 from tierd.daemon.errors import LOGS_HINT, Draining, EngineFailed, OutOfSpace, TierdError, TooBusy
+from tierd.daemon.failures import Failures
 from tierd.daemon.history import History
 from tierd.daemon.units import counted
 
 log = logging.getLogger("tierd.supervisor")
 
-CRASH_LIMIT = 3
-CRASH_WINDOW_S = 60.0
-FIRST_BACK_OFF_S = 2.0
-MAX_BACK_OFF_S = 60.0
 FLUSH_S = 10.0
 # A model that is always in use would never make room for another one: after this long its new requests queue behind.
 PATIENCE_S = 5.0
 CROWDED_S = 10.0  # a model that had no room is tried again: memory that others than tierd used may be free by then
 IDLE_WAKE_S = 3600.0
+BRING_BACK_S = 600.0
 START_SILENCE_S = 600.0  # compiling every kernel takes a minute or two, and tells each of them
 
 _Beside = frozenset[tuple[str, EngineState, bool, int]]
@@ -58,15 +55,6 @@ class Waiter:
     model: Model
     since_s: float
     needs_room: bool = False
-
-
-@dataclass(slots=True)
-class _Failure:
-    """Why a model does not come up, and until when it is not tried again."""
-
-    error: TierdError
-    until_s: float
-    back_off_s: float
 
 
 class Supervisor:
@@ -107,8 +95,8 @@ class Supervisor:
         self._on_end = on_end
         self._crowded: dict[str, tuple[_Beside, float]] = {}  # beside whom models did not fit, and until when it holds
         self._waiters: set[Waiter] = set()
-        self._deaths: dict[str, deque[float]] = {}
-        self._failures: dict[str, _Failure] = {}
+        self._failures = Failures()
+        self._launched: dict[str, Model] = {}  # every model that has had an engine
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- for those who want an engine ------------------------------------------------------------------------------
@@ -134,12 +122,11 @@ class Supervisor:
         now_s, name = time.monotonic(), waiter.model.name
         engine = self.engines.get(name)
         if engine is not None:
-            if engine.state is not EngineState.READY or self._must_yield(waiter, now_s):
+            if engine.retiring or engine.state is not EngineState.READY or self._must_yield(waiter, now_s):
                 return None
             waiter.needs_room = False
             return engine
-        if (failure := self._failures.get(name)) is not None and now_s < failure.until_s:
-            raise failure.error
+        self._failures.check(name, now_s)
         waiter.needs_room = True
         # For whoever came first, who may be held up by its client just now.
         first = self._first_in_line()
@@ -154,12 +141,17 @@ class Supervisor:
             )
         return None
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for an engine."""
+        return bool(self._waiters)
+
     def progress_of(self, name: str) -> dict[str, Any]:
         """What someone who waits for this model is told."""
         engine = self.engines.get(name)
         if engine is None:
             return {"stage": "room", "done": 0, "total": 0, "text": "waiting for another model to be unloaded"}
-        if engine.state is EngineState.STOPPING:
+        if engine.retiring or engine.state is EngineState.STOPPING:
             return {"stage": "restart", "done": 0, "total": 0, "text": "waiting for the last engine to end"}
         return engine.progress or {"stage": "start", "done": 0, "total": 0, "text": "starting the engine"}
 
@@ -191,10 +183,26 @@ class Supervisor:
         return True
 
     def retire(self, name: str) -> None:
-        """End an engine as soon as nothing uses it, pinned or not."""
+        """End an engine as soon as nothing uses it, pinned or not; whoever comes from now on waits for the next one."""
         if (engine := self.engines.get(name)) is not None:
             engine.retiring = True
             self.changed.notify()
+
+    def is_pinned(self, name: str) -> bool:
+        """Whether a model is never unloaded unasked."""
+        return name in self._pinned
+
+    def bring_back(self, names: Collection[str]) -> None:
+        """Load models again that had engines, one after the other, when there is room. One that does not is logged."""
+        if names and not self.closing:
+            self._own(self._bring_back([self._launched[name] for name in names]), "bring back")
+
+    async def _bring_back(self, models: Collection[Model]) -> None:
+        for model in models:
+            try:
+                await self.acquire(model, BRING_BACK_S)
+            except TierdError as exc:
+                log.warning("%s is not loaded again: %s", model.name, exc)
 
     # -- their lives -----------------------------------------------------------------------------------------------
 
@@ -266,7 +274,7 @@ class Supervisor:
         engine = EngineProcess(
             model.name, self.changed, self._command, self._came_up, lambda text: self.history.tell("notice", text)
         )
-        self.engines[model.name] = engine
+        self.engines[model.name], self._launched[model.name] = engine, model
         self._own(self._life(engine, model), f"engine of {model.name}")
         self.changed.notify()
 
@@ -298,39 +306,21 @@ class Supervisor:
             else:
                 self.history.tell("unload", f"{model.name} was unloaded")
                 if engine.was_ready:
-                    self._failures.pop(model.name, None)
+                    self._failures.forgive(model.name)
             if self._on_end is not None and not self.closing and not crowded:
                 self._own(self._on_end(model.name, self.engines), f"memory of {model.name}")
             self.changed.notify()
 
     def _bury(self, engine: EngineProcess) -> None:
-        """An engine ended unasked: say so, and decide whether the model may be tried again at once."""
-        now_s, name = time.monotonic(), engine.model
-        log.error("the engine of %s died: %s", name, engine.last_words())
-        self.history.tell("crash", f"the engine of {name} died: {engine.last_words()}")
+        """An engine ended unasked: say so."""
+        name, last_words = engine.model, engine.last_words()
+        log.error("the engine of %s died: %s", name, last_words)
+        self.history.tell("crash", f"the engine of {name} died: {last_words}")
         self._on_death(name)
-        deaths = self._deaths.setdefault(name, deque(maxlen=CRASH_LIMIT))
-        if engine.completed:
-            deaths.clear()  # it was of use: whatever ended it, the model does come up and work
-        else:
-            deaths.append(now_s)
-        if engine.error is not None and not engine.was_ready:
-            # It said why it cannot start, and would say the same again.
-            self._give_up(name, engine.error, now_s)
-        elif len(deaths) == CRASH_LIMIT and now_s - deaths[0] < CRASH_WINDOW_S:
-            error = EngineFailed(
-                f"the engine of {name} died {CRASH_LIMIT} times within {CRASH_WINDOW_S:.0f} s; {engine.last_words()}",
-                hint=LOGS_HINT,
-            )
-            self._give_up(name, error, now_s)
-        elif engine.was_ready:
-            self._failures.pop(name, None)
-
-    def _give_up(self, name: str, error: TierdError, now_s: float) -> None:
-        last = self._failures.get(name)
-        back_off_s = min(last.back_off_s * 2, MAX_BACK_OFF_S) if last else FIRST_BACK_OFF_S
-        self._failures[name] = _Failure(error, now_s + back_off_s, back_off_s)
-        self._deaths.pop(name, None)
+        self._failures.died(
+            name, time.monotonic(), last_words, said=engine.error, was_ready=engine.was_ready,
+            was_of_use=engine.completed > 0,
+        )  # fmt: skip
 
     # -- room ------------------------------------------------------------------------------------------------------
 

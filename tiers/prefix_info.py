@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tierd.tiers.keys import unpack_tokens
-from tierd.tiers.page import Tier
+from tierd.tiers.page import PageKey, Tier
 from tierd.tiers.prefix import Node
 
 PREVIEW_TOKENS = 64
@@ -25,6 +26,7 @@ class PrefixInfo:
         hits: of the last page: how often it was used since it was computed.
         idle_s: since its last use.
         pinned: the user, or a request, wants all of the way kept.
+        wished: it is a request that does, and nobody by hand: it ends by itself.
         in_use: a running request has its last page.
         head: the first tokens of this run, at most `PREVIEW_TOKENS`.
     """
@@ -40,6 +42,7 @@ class PrefixInfo:
     hits: int
     idle_s: float
     pinned: bool
+    wished: bool
     in_use: bool
     head: tuple[int, ...]
 
@@ -64,8 +67,8 @@ class Way:
     nvme: int = 0
 
 
-def told(run: list[Node], way: Way, now_s: float) -> PrefixInfo:
-    """A run after the way that leads to it."""
+def told(run: list[Node], way: Way, now_s: float, by_hand: Collection[PageKey]) -> PrefixInfo:
+    """A run after the way that leads to it. `by_hand`: pages that a pin by hand keeps."""
     last = run[-1]
     head: list[int] = []
     for node in run:
@@ -86,6 +89,7 @@ def told(run: list[Node], way: Way, now_s: float) -> PrefixInfo:
         hits=last.hits,
         idle_s=round(max(0.0, now_s - last.last_use_s), 1),
         pinned=last.kept,
+        wished=last.kept and last.key not in by_hand,
         in_use=last.pins > 0,
         head=tuple(head[:PREVIEW_TOKENS]),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,10 +52,10 @@ class Prefixes:
     def listing(self, limit: int) -> tuple[list[PrefixInfo], int]:
         """The prefixes used last, the newest first, and how many there are in all."""
         found: list[tuple[float, PrefixInfo]] = []
-        now_s = self._pager.page_time()
+        now_s, by_hand = self._pager.page_time(), self._kept_for(self._pinned)
         ways: list[Way] = []
         for run in self.runs():
-            info = told(run.nodes, ways[run.parent] if run.parent >= 0 else Way(), now_s)
+            info = told(run.nodes, ways[run.parent] if run.parent >= 0 else Way(), now_s, by_hand)
             found.append((run.nodes[-1].last_use_s, info))
             ways.append(Way(info.id, info.tokens, info.pages, info.device, info.host, info.nvme))
         found.sort(key=lambda item: item[0], reverse=True)
@@ -252,11 +252,11 @@ class Prefixes:
         self._pager.residency.journal.tell(What.PREFIX, text, node)
 
     def _run(self, node: Node) -> list[Node]:
-        """The pages from this one to the next branch or end. A branch, too, is where being pinned ends."""
+        """The pages from this one to the next branch or end. A branch, too, is where a pin ends."""
         run, children = [node], self._pager.index.children
         while len(after := children(node.key)) == 1:
             (child,) = after
-            if child.kept != node.kept:
+            if child.kept != node.kept or node.key in self._pinned:
                 break
             node = child
             run.append(node)
@@ -302,13 +302,16 @@ class Prefixes:
 
     def _mark(self) -> None:
         """Sets `kept` of every page anew."""
-        ends = (*self._pinned, *self._keeps)
-        kept = {known.key for key in ends if (node := self._pager.index.get(key)) for known in self._way(node)}
+        kept = self._kept_for((*self._pinned, *self._keeps))
         self._kept_pages = len(kept)
         for node in self._pager.index.nodes.values():
             if node.kept != (node.key in kept):
                 node.kept = not node.kept
                 self._pager.residency.settle(node)
+
+    def _kept_for(self, ends: Collection[PageKey]) -> set[PageKey]:
+        """The pages on the ways to these."""
+        return {known.key for key in ends if (node := self._pager.index.get(key)) for known in self._upwards(node)}
 
     def _end(self, keys: list[PageKey]) -> None:
         """Forgets pins and wishes."""

@@ -129,7 +129,8 @@ def pulling(step: Mapping[str, Any], ref: str) -> dict[str, Any]:
     if step["stage"] == "download":
         # Clients draw one bar for each digest.
         return {"status": f"pulling {ref}", "digest": ref, "total": step["total"], "completed": step["done"]}
-    return {"status": _STAGES.get(step["stage"], step["stage"]), "total": step["total"], "completed": step["done"]}
+    status = step.get("text") or _STAGES.get(step["stage"], step["stage"])
+    return {"status": status, "total": step["total"], "completed": step["done"]}
 
 
 _STAGES = {"check": "verifying digest", "unpack": "unpacking", "import": "preparing", "unchanged": "up to date"}

@@ -14,14 +14,12 @@ from typing import NamedTuple
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.scheduler import Phase
-from tierd.daemon.machine import Sizes, probe_machine, total_memory_bytes
+from tierd.daemon.machine import Sizes, probe_machine
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.plan import planner, rates, scenario
 from tierd.daemon.plan.planner import Outcome
-from tierd.daemon.plan.shape import shape_from_spec
-from tierd.daemon.plan.subject import Subject
-from tierd.daemon.plan.weights import prepared_bytes
+from tierd.daemon.plan.subject import prepared_subject
 from tierd.daemon.units import counted
 
 MIN_TOKENS = 8  # of an answer, before its rate says anything
@@ -73,15 +71,7 @@ class Foresight:
         self._config = config
         self._threads = threads
         self._context = context
-        self._subject = Subject(
-            name=manifest.name,
-            source=config.model_dir,
-            shape=shape_from_spec(manifest.spec, manifest.name),
-            formats=((manifest.format, prepared_bytes(manifest)),),
-            digest=manifest.digest,
-            context=context,
-            manifest=manifest,
-        )
+        self._subject = prepared_subject(Path(config.model_dir), manifest)._replace(context=context)
         self._plans: dict[tuple[int, int, Sizes], _Planned | None] = {}
         self._measured: rates.Measured | None = None
 
@@ -141,9 +131,7 @@ class Foresight:
 
     def _rates(self) -> rates.Measured:
         if self._measured is None:
-            cache = Path(self._config.cache_dir).parent
-            fingerprint = rates.fingerprint(cache, self._threads, total_memory_bytes())
-            self._measured = rates.load(cache, fingerprint) or rates.assumed(fingerprint)
+            self._measured = rates.of_this_machine(Path(self._config.cache_dir).parent, self._threads)
         return self._measured
 
     def _plan(self, streams: int, tokens: int, sizes: Sizes) -> _Planned | None:

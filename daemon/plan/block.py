@@ -39,14 +39,12 @@ class Extent(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What the engine of a batch gets. `tokens_per_s` and `floor_s` are predicted; `why` is for people."""
+    """What the engine of a batch gets. `tokens_per_s` is predicted; `why` is for people."""
 
     streams: int
     rows: int
     sizes: Sizes
     tokens_per_s: float  # of the whole batch, prompts included
-    step_s: float
-    floor_s: float  # of a step: reading the weights, or computing, whichever takes longer
     why: tuple[str, ...]
 
 
@@ -56,18 +54,18 @@ def choose_block(
 ) -> Block | None:  # fmt: skip
     """The block with the most tokens a second; None when not even one sequence fits.
 
-    `streams`: so many, not more. Sizes that the settings name are taken as they are.
+    `streams`: so many; where they do not fit, fewer. Sizes that the settings name are taken as they are.
     """
     most = min(extent.requests, streams or MAX_STREAMS, MAX_STREAMS)
     found: Block | None = None
-    for count in [most] if streams else _grid(most):
-        for rows in sorted({max(rows, settings.max_batch, count + MIN_PREFILL_ROWS) for rows in ROWS}):
-            block = _block(subject, extent, settings, computer, measured, threads, count, rows)
-            if block is not None and (found is None or block.tokens_per_s > _GAIN * found.tokens_per_s):
-                found = block
-    if found is None and streams and streams > 1:
-        return choose_block(subject, extent._replace(requests=min(extent.requests, streams)), settings, computer,
-                            measured, threads)  # fmt: skip
+    for counts in ([most], _grid(most)) if streams else (_grid(most),):
+        for count in counts:
+            for rows in sorted({max(rows, settings.max_batch, count + MIN_PREFILL_ROWS) for rows in ROWS}):
+                block = _block(subject, extent, settings, computer, measured, threads, count, rows)
+                if block is not None and (found is None or block.tokens_per_s > _GAIN * found.tokens_per_s):
+                    found = block
+        if found is not None:
+            break
     return found
 
 
@@ -120,7 +118,7 @@ def _block(
         f"a step waits for {'the disk' if step.bound == 'disk' else 'the computation'}"
         f" ({step.disk:.3g} s and {step.device:.3g} s)",
     )
-    return Block(streams, rows, sizes, rate, step.step, max(step.disk, step.device), why)
+    return Block(streams, rows, sizes, rate, why)
 
 
 def _sizes(subject: Subject, extent: Extent, settings: Settings, computer: Machine, streams: int) -> Sizes:

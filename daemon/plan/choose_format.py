@@ -10,17 +10,24 @@ import os
 from typing import NamedTuple
 
 from tierd.daemon.config import Settings
-from tierd.daemon.machine import Machine, total_memory_bytes
+from tierd.daemon.machine import Machine
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan import planner, rates
 from tierd.daemon.plan.auto import choose_sizes
 from tierd.daemon.plan.scenario import Limits, Load, cpu_task
-from tierd.daemon.plan.shape import shape_from_spec
+from tierd.daemon.plan.shape import Shape, shape_from_spec
 from tierd.daemon.plan.subject import Subject
-from tierd.daemon.plan.weights import weight_bytes
+from tierd.daemon.plan.weights import WeightBytes, weight_bytes
 from tierd.daemon.units import human_bytes
 
 NARROWER = ("int8-g32", "int4-g32")  # the most exact one first
+
+
+class Fitting(NamedTuple):
+    """A weight format in which a model stays in memory, and what it takes there."""
+
+    format: str
+    bytes: int
 
 
 class Chosen(NamedTuple):
@@ -38,30 +45,41 @@ def choose_format(
     That one, when it fits into the memory that `serve` would give to weights; else the most exact of the narrower ones
     that does; else the fastest of them. A source that is as narrow stays as it is.
     """
-    threads = settings.threads or len(os.sched_getaffinity(0))
     shape = shape_from_spec(spec, "")
+    formats = _narrower(shape, own_bytes)
+    room_bytes = _room_bytes(spec, own_bytes, settings, computer)
+    if own_bytes <= room_bytes or not formats:
+        return Chosen(None)
+    lacks = f"{human_bytes(own_bytes)} of {own_format} weights don't fit into {human_bytes(room_bytes)} of memory"
+    if (found := fitting_format(spec, own_bytes, settings, computer)) is not None:
+        return Chosen(found.format, f"{lacks}: they become {found.format}, which takes {human_bytes(found.bytes)}")
+    threads = settings.threads or len(os.sched_getaffinity(0))
     context = settings.ctx or spec.context
-
-    def room(weights: int) -> int:
-        return choose_sizes(settings, computer, spec, weights, context, threads).sizes.weights_bytes
-
-    if own_bytes <= room(own_bytes):
-        return Chosen(None)
-    narrower = [(name, found) for name in NARROWER if (found := weight_bytes(shape, name)).total < own_bytes]
-    if not narrower:
-        return Chosen(None)
-    lacks = f"{human_bytes(own_bytes)} of {own_format} weights don't fit into {human_bytes(room(own_bytes))} of memory"
-    for name, found in narrower:
-        if found.total <= room(found.total):
-            return Chosen(name, f"{lacks}: they become {name}, which takes {human_bytes(found.total)}")
     tokens = min(context, 1024)
-    fingerprint = rates.fingerprint(settings.cache_dir, threads, total_memory_bytes())
-    measured = rates.load(settings.cache_dir, fingerprint) or rates.assumed(fingerprint)
-    subject = Subject("", "", shape, tuple(narrower), context=context)
-    sizes = choose_sizes(settings, computer, spec, narrower[-1][1].total, context, threads).sizes
+    measured = rates.of_this_machine(settings.cache_dir, threads)
+    subject = Subject("", "", shape, tuple(formats), context=context)
+    sizes = choose_sizes(settings, computer, spec, formats[-1][1].total, context, threads).sizes
     limits = Limits(settings.kv_format, settings.max_batch, settings.max_streams, threads, context)
     load = Load(tokens - tokens // 4, tokens // 4, 1)
     outcome = planner.plan(cpu_task(subject, load, sizes, computer, measured, limits))
-    name = narrower[-1][0] if outcome is None else outcome.format.weights
-    size = dict(narrower)[name].total
+    name = formats[-1][0] if outcome is None else outcome.format.weights
+    size = dict(formats)[name].total
     return Chosen(name, f"{lacks}, nor in any format: they become {name}, {human_bytes(size)}, layers are streamed")
+
+
+def fitting_format(spec: ModelSpec, own_bytes: int, settings: Settings, computer: Machine) -> Fitting | None:
+    """The most exact of the formats that are narrower than one of `own_bytes` in which all weights stay in memory."""
+    for name, found in _narrower(shape_from_spec(spec, ""), own_bytes):
+        if found.total <= _room_bytes(spec, found.total, settings, computer):
+            return Fitting(name, found.total)
+    return None
+
+
+def _narrower(shape: Shape, own_bytes: int) -> list[tuple[str, WeightBytes]]:
+    return [(name, found) for name in NARROWER if (found := weight_bytes(shape, name)).total < own_bytes]
+
+
+def _room_bytes(spec: ModelSpec, weights_bytes: int, settings: Settings, computer: Machine) -> int:
+    """The memory that `serve` would give to so many bytes of weights."""
+    threads, context = settings.threads or len(os.sched_getaffinity(0)), settings.ctx or spec.context
+    return choose_sizes(settings, computer, spec, weights_bytes, context, threads).sizes.weights_bytes

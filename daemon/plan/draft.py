@@ -11,9 +11,12 @@ from typing import NamedTuple
 
 from tierd.daemon.config import Settings
 from tierd.daemon.errors import BadConfig, ModelNotFound
+from tierd.daemon.machine import Machine, auto_weights
 from tierd.daemon.models.catalog import Manifest, find
 from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
 from tierd.daemon.plan.workspace import padded, scratch_bytes, vector_bytes
+from tierd.daemon.units import human_bytes
 from tierd.kernels.layout import PageLayout
 
 SEAT_TOKENS = 512  # that it sees of a text at most; then it forgets all but the newest
@@ -42,6 +45,36 @@ class Wanted(NamedTuple):
     directory: Path
     name: str
     total_bytes: int
+
+
+class Draft(NamedTuple):
+    """The draft model beside a model, None for none, and why there is none although the settings name one."""
+
+    model: Wanted | None = None
+    off_reason: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory that it takes."""
+        return self.model.total_bytes if self.model is not None else 0
+
+
+def choose_draft(
+    settings: Settings, directory: Path | None, weights_bytes: int, computer: Machine, threads: int
+) -> Draft:
+    """The draft model beside a model with so many bytes of weights. Raises as `wanted`.
+
+    None beside itself: it would guess no sooner than it computes. None where its memory is what weights lack: a layer
+    that is read in every step costs more than guesses gain. `directory`: of the model, None when it is not prepared.
+    """
+    found = wanted(settings, threads)
+    if found is None or found.directory == directory:
+        return Draft()
+    most_bytes = auto_weights(min(computer.available_ram, computer.total_ram), LEAST_ARENA_BYTES, 0)
+    if settings.weights_mem is None and most_bytes - found.total_bytes < weights_bytes <= most_bytes:
+        taken = human_bytes(found.total_bytes)
+        return Draft(None, f"beside {found.name}, which takes {taken}, not all weights would stay in memory")
+    return Draft(found)
 
 
 def wanted(settings: Settings, threads: int) -> Wanted | None:

@@ -105,14 +105,11 @@ def _layer(fields: Fields, index: int, heads: int, head_dim: int, hidden: int) -
         vectors += [matrices[0].rows, hidden]
     if _latent(fields.data):
         vectors += [int(fields.data["kv_lora_rank"])] + [int(rank) for rank in [fields.data.get("q_lora_rank")] if rank]
-    if fields.data.get("model_type") == "gpt_oss":
-        vectors.append(heads)  # attention sinks
     if str(fields.data.get("model_type")).startswith(("gemma2", "gemma3")):
         vectors += [hidden, hidden]
     if fields.data.get("model_type") in ("qwen3_moe", "qwen3_next", "gemma3_text", "gemma3"):
         vectors += [head_dim, head_dim]
-    mlp, more = _mlp(fields, index, hidden)
-    return Layer(cache, matrices + mlp, tuple(vectors + more))
+    return Layer(cache, matrices + _mlp(fields, index, hidden), tuple(vectors))
 
 
 def _kind(fields: Fields, index: int) -> str:
@@ -135,7 +132,7 @@ def _kind(fields: Fields, index: int) -> str:
     if (period := config.get("sliding_window_pattern")) is not None:  # Gemma 3: every so-manieth layer is full
         period = fields.integer("sliding_window_pattern", MAX_LAYERS)
         return "full_attention" if (index + 1) % period == 0 else "sliding_attention"
-    if config.get("model_type") in ("gemma2", "gpt_oss"):
+    if config.get("model_type") == "gemma2":
         return "sliding_attention" if index % 2 == 0 else "full_attention"
     return "sliding_attention"
 
@@ -183,13 +180,13 @@ def _recurrent(fields: Fields, hidden: int) -> tuple[Cache, tuple[Matrix, ...]]:
     return Cache(state_elements=inner * width + inner * (kernel - 1)), matrices
 
 
-def _mlp(fields: Fields, index: int, hidden: int) -> tuple[tuple[Matrix, ...], list[int]]:
-    """The matrices behind attention, and lengths of their biases."""
+def _mlp(fields: Fields, index: int, hidden: int) -> tuple[Matrix, ...]:
+    """The matrices behind attention."""
     config = fields.data
     experts = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)), None)
     if experts is None or not _has_experts(fields, index):
         inner = fields.integer("intermediate_size", MAX_WIDTH)
-        return (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner)), []
+        return Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner)
     count = fields.integer(experts, 4096)
     used_key = "num_experts_per_tok" if config.get("num_experts_per_tok") else "experts_per_token"
     used = fields.integer(used_key, count)
@@ -202,8 +199,7 @@ def _mlp(fields: Fields, index: int, hidden: int) -> tuple[tuple[Matrix, ...], l
     shared = int(config.get("n_shared_experts") or 0) * inner or int(config.get("shared_expert_intermediate_size") or 0)
     if shared:
         matrices += [Matrix("shared_gate_up", 2 * shared, hidden), Matrix("shared_down", hidden, shared)]
-    biases = [count, 2 * inner * count, hidden * count] if config.get("model_type") == "gpt_oss" else []
-    return tuple(matrices), biases
+    return tuple(matrices)
 
 
 def _has_experts(fields: Fields, index: int) -> bool:

@@ -95,6 +95,13 @@ KNOWN: dict[str, Known] = {
         ),  # fmt: skip
         "openai/gpt-oss-20b",
     ),
+    "gpt-oss-120b": Known(
+        _config(
+            "gpt_oss", 36, 2880, 2880, 64, 8, 201088, 131072, head_dim=64, num_local_experts=128, num_experts_per_tok=4,
+            sliding_window=128, attention_bias=True,
+        ),  # fmt: skip
+        "openai/gpt-oss-120b",
+    ),
     "deepseek-v2-lite": Known(
         _config(
             "deepseek_v2", 27, 2048, 10944, 16, 16, 102400, 163840, kv_lora_rank=512, q_lora_rank=None,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.paths import nearest_existing
 
 FILE_NAME = "measured.json"
@@ -178,6 +179,12 @@ def load(cache_dir: Path, wanted: Fingerprint) -> Measured | None:
         return None
     sound = found.compute and found.disk and all(map(_sound, found.compute.values()))
     return found if sound and found.version == FORMAT_VERSION and found.fingerprint == wanted else None
+
+
+def of_this_machine(cache_dir: Path, threads: int) -> Measured:
+    """What to plan with here: the measurement, or what is assumed where there is none that holds."""
+    here = fingerprint(cache_dir, threads, total_memory_bytes())
+    return load(cache_dir, here) or assumed(here)
 
 
 def save(cache_dir: Path, measured: Measured) -> Path:

@@ -55,16 +55,23 @@ class Matrix(msgspec.Struct, frozen=True):
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One decoder layer. `vectors`: lengths of its norms and biases."""
+    """One decoder layer. `vectors`: lengths of its norms and biases; `expert_vectors`: of the biases of each expert."""
 
     cache: Cache
     matrices: tuple[Matrix, ...]
     vectors: tuple[int, ...]
+    expert_vectors: tuple[int, ...] = ()
+
+    @property
+    def experts(self) -> int:
+        """How many it has."""
+        return max((matrix.copies for matrix in self.matrices if matrix.copies > 1), default=0)
 
     @property
     def elements(self) -> int:
         """Parameters of the layer."""
-        return sum(matrix.elements for matrix in self.matrices) + sum(self.vectors)
+        vectors = sum(self.vectors) + self.experts * sum(self.expert_vectors)
+        return sum(matrix.elements for matrix in self.matrices) + vectors
 
     @property
     def used_elements(self) -> int:
@@ -100,12 +107,6 @@ class Shape(msgspec.Struct, frozen=True):
     def parameters(self) -> int:
         """All weights, embedding and head included; a tied head counts once."""
         return sum(layer.elements for layer in self.layers) + self.hidden + self.vocab * self.hidden * (2 - self.tied)
-
-    @property
-    def active_parameters(self) -> int:
-        """Those of them that one token goes through: all of a dense model, few of a mixture."""
-        idle = sum(layer.elements - layer.used_elements - sum(layer.vectors) for layer in self.layers)
-        return self.parameters - idle
 
     @property
     def layer_elements(self) -> int:
@@ -144,7 +145,10 @@ def shape_from_spec(spec: ModelSpec, name: str = "") -> Shape:
 def _layer(spec: ModelSpec, index: int, window: int) -> Layer:
     key, query = spec.kv_heads * spec.head_dim, spec.heads * spec.head_dim
     matrices = (Matrix("qkv", query + 2 * key, spec.hidden), Matrix("o", spec.hidden, query), *_mlp(spec, index))
-    return Layer(Cache(key, key, window), matrices, tuple(_vectors(spec, index, query + 2 * key)))
+    biases: tuple[int, ...] = ()
+    if spec.experts is not None and spec.experts.bias and spec.has_experts(index):
+        biases = (2 * spec.experts.intermediate, spec.hidden)
+    return Layer(Cache(key, key, window), matrices, tuple(_vectors(spec, index, query + 2 * key)), biases)
 
 
 def _mlp(spec: ModelSpec, index: int) -> tuple[Matrix, ...]:
@@ -170,6 +174,11 @@ def _vectors(spec: ModelSpec, index: int, qkv_rows: int) -> Iterator[int]:
         yield spec.head_dim
     if spec.o_bias:
         yield spec.hidden
-    if spec.mlp_bias and not spec.has_experts(index):
+    if spec.sink_logits:
+        yield spec.heads
+    if spec.has_experts(index):
+        if spec.experts is not None and spec.experts.bias:
+            yield spec.experts.count
+    elif spec.mlp_bias:
         yield 2 * spec.intermediate
         yield spec.hidden

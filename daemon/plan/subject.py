@@ -51,7 +51,7 @@ def find_subject(text: str, models_dir: Path, weights: str | None = None) -> Sub
                 raise ModelNotFound(f"no model and no built-in shape is called {text!r}", hint=hint) from None
         else:
             if weights in (None, "auto", manifest.format):
-                return _prepared(directory, manifest)
+                return prepared_subject(directory, manifest)
             shape = shape_from_spec(manifest.spec, manifest.name)
             return _of_shape(shape, f"{directory}, in other formats", formats)
     if name is None:
@@ -59,7 +59,8 @@ def find_subject(text: str, models_dir: Path, weights: str | None = None) -> Sub
     return _of_shape(known_shape(name), f"config.json of {KNOWN[name].source}", formats)
 
 
-def _prepared(directory: Path, manifest: catalog.Manifest) -> Subject:
+def prepared_subject(directory: Path, manifest: catalog.Manifest) -> Subject:
+    """A prepared model as it is."""
     return Subject(
         name=manifest.name,
         source=str(directory),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from tierd.daemon.models.records import expert_record
+from tierd.daemon.models.records import expert_names
 from tierd.daemon.plan.shape import Layer, Matrix, Shape
 
 if TYPE_CHECKING:
@@ -61,9 +61,8 @@ def prepared_bytes(manifest: Manifest) -> WeightBytes:
     """The same of a prepared model: what its manifest says."""
     found = {record.name: record.bytes for record in manifest.records}
     layers = [found[f"layer.{index}"] for index in range(manifest.spec.num_layers)]
-    if (experts := manifest.spec.experts) is not None:
-        for index in experts.layers:
-            layers[index] += sum(found[expert_record(index, expert)] for expert in range(experts.count))
+    for index, names in expert_names(manifest.spec).items():
+        layers[index] += sum(found[name] for name in names)
     return WeightBytes(found["embed"], tuple(layers), found["final"], found.get("head", 0))
 
 
@@ -71,9 +70,9 @@ def _layer(shape: Shape, layer: Layer, format: str) -> int:
     """A layer with its experts, each of which is a record."""
     own = [matrix for matrix in layer.matrices if matrix.copies == 1]
     experts = [matrix for matrix in layer.matrices if matrix.copies > 1]
-    count = max((matrix.copies for matrix in experts), default=0)
     single = [msgspec.structs.replace(matrix, copies=1) for matrix in experts]
-    return _record(shape, own, layer.vectors, format) + count * _record(shape, single, [], format)
+    each = _record(shape, single, layer.expert_vectors, format)
+    return _record(shape, own, layer.vectors, format) + layer.experts * each
 
 
 def _record(shape: Shape, matrices: tuple[Matrix, ...] | list[Matrix], vectors: tuple[int, ...] | list[int],

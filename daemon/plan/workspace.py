@@ -41,13 +41,14 @@ class EngineBytes(NamedTuple):
     tables: int  # cos and sin of every position
     scratch: int  # of a pass
     vectors: int  # norms and biases, copied
+    sinks: int  # queries of rows that see sinks; there once such a row has come
     logits: int  # of a step in which every stream draws a token
     ring_share: float
 
     @property
     def workspace(self) -> int:
         """Memory beside weights and arenas."""
-        return self.tables + self.scratch + self.vectors + self.logits
+        return self.tables + self.scratch + self.vectors + self.sinks + self.logits
 
 
 def engine_bytes(
@@ -74,6 +75,7 @@ def engine_bytes(
         tables=2 * positions * (spec.head_dim // 2) * 4,
         scratch=scratch_bytes(spec, max_rows, threads),
         vectors=vector_bytes(spec),
+        sinks=sink_bytes(spec, max_rows),
         logits=max_streams * padded(spec.vocab) * 4,
         ring_share=ring_bytes(layout, 1) / page,
     )
@@ -132,6 +134,11 @@ def _experts_bytes(spec: ModelSpec, max_rows: int) -> int:
     return total + spec.num_layers * experts.count * _GROUP_RECORD_BYTES + experts.total * _EXPERT_RECORD_BYTES
 
 
+def sink_bytes(spec: ModelSpec, max_rows: int) -> int:
+    """Queries as rows turn them for the sinks that they see."""
+    return max_rows * _odd_lines(4 * padded(spec.heads * spec.head_dim)) + _LINE_BYTES
+
+
 def vector_bytes(spec: ModelSpec) -> int:
     """Norms and biases, each filled up to whole panels."""
     fused = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
@@ -139,7 +146,9 @@ def vector_bytes(spec: ModelSpec) -> int:
     layer += padded(fused) * spec.qkv_bias + padded(spec.hidden) * spec.o_bias
     layer += 2 * padded(spec.head_dim) * spec.qk_norm
     layer += (padded(2 * spec.intermediate) + padded(spec.hidden)) * spec.mlp_bias
-    return 4 * (spec.num_layers * layer + padded(spec.hidden))
+    layer += padded(spec.heads) * spec.sink_logits
+    routers = 0 if (experts := spec.experts) is None else len(experts.layers) * padded(experts.count) * experts.bias
+    return 4 * (spec.num_layers * layer + routers + padded(spec.hidden))
 
 
 def sums_bytes(spec: ModelSpec, cut_rows: int, tokens: int) -> int:

@@ -11,6 +11,7 @@ library's `pydoc_data.topics`, a new one each round, so that nothing is reused u
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -315,21 +316,24 @@ def main() -> None:
     parser.add_argument("--skip", action="append", default=[], choices=["llama.cpp", "transformers"])
     parser.add_argument("--json", type=Path, help="write every figure of every round here")
     options = parser.parse_args()
-    peers: list[Peer] = [Tierd(options.models_dir, options.threads)]
-    if options.gguf and "llama.cpp" not in options.skip:
-        peers.append(LlamaCpp(options.gguf, options.threads))
-    if "transformers" not in options.skip:
-        sys.path.insert(0, str(REPOSITORY))
-        peers.append(Transformers(options.models_dir / MODEL, options.threads))
-    results: dict[str, Row] = {peer.name: {} for peer in peers}
-    cut = next(prompts(options.models_dir))
-    try:
+    peers: list[Peer] = []
+    with contextlib.ExitStack() as running:
+
+        def enter(peer: Peer) -> None:
+            peers.append(peer)
+            running.callback(peer.close)
+
+        enter(Tierd(options.models_dir, options.threads))
+        if options.gguf and "llama.cpp" not in options.skip:
+            enter(LlamaCpp(options.gguf, options.threads))
+        if "transformers" not in options.skip:
+            sys.path.insert(0, str(REPOSITORY))
+            enter(Transformers(options.models_dir / MODEL, options.threads))
+        results: dict[str, Row] = {peer.name: {} for peer in peers}
+        cut = next(prompts(options.models_dir))
         for _ in range(options.rounds):
             for peer in peers:
                 one_round(peer, cut, results[peer.name])
-    finally:
-        for peer in peers:
-            peer.close()
     report(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -142,7 +142,7 @@ async def test_every_answer_outlives_its_engine(front):
 
 @pytest.mark.long  # three engines have to die for it
 async def test_a_request_that_kills_engines_fails_once(front, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.supervisor.CRASH_WINDOW_S", 0.0)
+    monkeypatch.setattr("tierd.daemon.failures.CRASH_WINDOW_S", 0.0)
     events = await run(front, asked(prompt="!die", n=2))
     assert [event.ev for event in events] == ["failed"] and front.service.live == 0
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from cli_rig import Cli
 
 from tests.daemon.plan.scenes import MEASURED
 from tierd.daemon.machine import Machine
-from tierd.daemon.models.catalog import load_manifest
+from tierd.daemon.models.catalog import MANIFEST, load_manifest
 from tierd.daemon.plan import rates
+from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
 from tierd.kernels.packing import ROUNDED_FORMATS
 
 GB = 10**9
@@ -100,6 +102,23 @@ def test_throughput_and_streams(cli):
     one, many = cli(*options).json, cli(*options, "--goal", "throughput").json
     assert many["streams"] > 8 and one["streams"] == 1
     assert many["speed"]["with_prompts_tokens_per_s"] > 3 * one["speed"]["with_prompts_tokens_per_s"]
+
+
+def test_the_draft_model_is_chosen_as_serve_does(prepared, models_dir, tmp_path, monkeypatch):
+    asked = ("plan", "other", "--draft", "smollm2:135m", "--ctx", "1024")
+    manifest = load_manifest(models_dir / "smollm2-135m")
+    for name in ("smollm2-135m", "other"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        for path in (models_dir / "smollm2-135m").iterdir():
+            (tmp_path / "models" / name / path.name).write_bytes(path.read_bytes() if path.name == MANIFEST else b"")
+            os.truncate(tmp_path / "models" / name / path.name, path.stat().st_size)  # weights: a hole
+    monkeypatch.setenv("TIERD_MODELS_DIR", str(tmp_path / "models"))
+    assert "the draft model smollm2-135m takes" in prepared(*asked).out
+    assert "draft model" not in prepared("plan", "smollm2:135m", *asked[2:]).out  # it does not guess for itself
+    tight = (manifest.bytes + 2 * LEAST_ARENA_BYTES) * 10 // 9
+    monkeypatch.setattr("tierd.daemon.cli_plan.probe_machine", lambda path: Machine(24 * GB, tight, 100 * GB))
+    said = prepared(*asked, "--host-mem", "0")
+    assert "there is no draft model: beside smollm2-135m" in said.out
 
 
 def test_lists(cli):

@@ -17,9 +17,10 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 ONE = {
     "id": "ab" * 16, "parent": "", "tokens": 1000, "own_tokens": 1000, "pages": 63, "device": 10, "host": 3, "nvme": 63,
-    "hits": 12, "idle_s": 61.0, "pinned": True, "in_use": True, "text": "You are\na helpful assistant " + "x" * 90,
+    "hits": 12, "idle_s": 61.0, "pinned": True, "wished": False, "in_use": True,
+    "text": "You are\na helpful assistant " + "x" * 90,
 }  # fmt: skip
-TWO = {**ONE, "id": "cd" * 16, "parent": ONE["id"], "pinned": False, "in_use": False, "text": "hello"}
+TWO = {**ONE, "id": "cd" * 16, "parent": ONE["id"], "wished": True, "in_use": False, "text": "hello"}
 
 
 def test_ls(cli: Cli) -> None:
@@ -32,6 +33,7 @@ def test_ls(cli: Cli) -> None:
     head, one, two = said.out.splitlines()
     assert head.split() == ["ID", "TOKENS", "PAGES", "DEVICE", "HOST", "NVME", "HITS", "IDLE", "STATE", "TEXT"]
     assert one.startswith("abababababab  1000") and "pinned in use" in one and one.endswith("...")
+    assert "kept for a while" in two and "pinned" not in two
     assert "You are a helpful" in one, "one line, whatever the text holds"
     assert two.endswith("... hello")
     assert said.err == "7 more; --limit shows them\n"

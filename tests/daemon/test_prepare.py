@@ -6,14 +6,17 @@ import dataclasses
 
 import msgspec
 import pytest
-from front_harness import make_model, make_settings, running
+from front_harness import SPEC, make_model, make_settings, running
 
 from tierd.daemon import kv_quota
 from tierd.daemon.config import EngineConfig
 from tierd.daemon.errors import ModelNotFound
 from tierd.daemon.machine import Machine
+from tierd.daemon.plan.shape import shape_from_spec
+from tierd.daemon.plan.weights import weight_bytes
 from tierd.daemon.prepare import Preparer
 from tierd.daemon.supervisor import Model
+from tierd.daemon.units import human_bytes
 
 
 async def test_the_configuration_of_an_engine(fake_models, tmp_path):
@@ -50,7 +53,8 @@ async def test_what_was_chosen_is_told_with_its_reasons(tmp_path):
     assert chosen["weights_bytes"] == 30 << 20 and chosen["weights_format"] == "fp32"
     assert chosen["max_streams"] == 16 and chosen["kv_format"] == "fp32"
     (why,) = chosen["why"]
-    assert "as int8-g32 they would take some" in why and "--weights int8-g32" in why
+    exact = human_bytes(weight_bytes(shape_from_spec(SPEC, "large"), "int8-g32").total)
+    assert f"as int8-g32 they would take {exact} and fit" in why and "--weights int8-g32" in why
 
 
 async def test_the_draft_model_has_its_memory_beside_the_others(tmp_path):

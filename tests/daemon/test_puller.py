@@ -7,10 +7,12 @@ import contextlib
 import os
 import sys
 
+import msgspec
 import pytest
 from front_harness import make_settings, until
 
-from tierd.daemon import puller
+from tierd.daemon import pull_process, puller
+from tierd.daemon.config import Settings
 from tierd.daemon.errors import BadRequest, DownloadFailed, TooBusy
 from tierd.daemon.puller import Puller, check_ref
 
@@ -43,6 +45,16 @@ async def steps_of(pulls):
 async def test_steps_end_with_the_name(pulls):
     found = await steps_of(pulls(saying(STEP, '{"name": "x"}', STEP)))
     assert found == [{"stage": "download", "done": 1, "total": 2}, {"name": "x"}]
+
+
+async def test_the_process_is_told_by_what_to_choose_a_format_and_no_secret(tmp_path, monkeypatch):
+    code = "import sys; print('{\"name\": ' + sys.argv[1] + '}', flush=True)"
+    monkeypatch.setattr(puller, "COMMAND", (sys.executable, "-S", "-c", code))
+    settings = make_settings(tmp_path, weights_mem=5, ctx=77, api_key="secret")
+    (told,) = await steps_of(Puller(settings))
+    order = msgspec.convert(told["name"], pull_process.Order)
+    assert order.settings["weights_mem"] == 5 and order.settings["ctx"] == 77 and "secret" not in str(told)
+    Settings(settings.models_dir, settings.cache_dir, settings.socket, **order.settings)
 
 
 async def test_an_error_of_the_process_is_raised_as_it_is(pulls):

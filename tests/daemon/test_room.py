@@ -20,7 +20,7 @@ from tierd.daemon.room import Arenas, Held, divide, left_of, regrown, total_of
 GB = 4096 * 250_000
 BYTES = st.integers(0, 20 * GB)
 HELD = st.dictionaries(
-    st.sampled_from("abcde"), st.builds(Held, st.builds(Arenas, BYTES, BYTES), BYTES), min_size=1, max_size=4
+    st.sampled_from("abcde"), st.builds(Held, st.builds(Arenas, BYTES, BYTES), BYTES, BYTES), min_size=1, max_size=4
 )
 
 
@@ -36,11 +36,11 @@ def test_a_division_stays_under_the_cap_and_takes_nothing_it_does_not_need(usabl
     assert division.newcomer.host + sum(one.host for one in division.others.values()) == host
     for name, arenas in division.others.items():
         assert arenas.device <= held[name].arenas.device and arenas.host <= held[name].arenas.host
-    assert device + host + fixed + sum(one.fixed for one in held.values()) <= usable
+    assert device + host + fixed + sum(one.weights + one.workspace for one in held.values()) <= usable
 
 
 def test_no_room_where_weights_would_not_fit_or_pages_would_be_too_few():
-    held = {"a": Held(Arenas(4 * GB, 2 * GB), 3 * GB)}
+    held = {"a": Held(Arenas(4 * GB, 2 * GB), 2 * GB, GB)}
     assert divide(10 * GB, held, GB, GB) == ({"a": Arenas(2 * GB, GB)}, Arenas(2 * GB, GB))
     assert divide(10 * GB, held, GB + 1, GB) is None
     assert divide(10 * GB, held, GB, 2 * GB + 1) is None
@@ -55,12 +55,12 @@ def test_a_wish_is_met_whole_or_not_at_all(usable, held, fixed, least, wish):
     for name, arenas in division.others.items():
         assert arenas.device >= min(least, held[name].arenas.device)
         assert arenas.device <= held[name].arenas.device and arenas.host <= held[name].arenas.host
-    taken = [wish, *division.others.values(), *(Arenas(0, one.fixed) for one in held.values())]
+    taken = [wish, *division.others.values(), *(Arenas(one.weights, one.workspace) for one in held.values())]
     assert sum(map(sum, taken)) + fixed <= usable
 
 
 def test_a_wish_is_met_by_the_others_and_beyond_their_arenas_by_free_memory():
-    held = {"a": Held(Arenas(4 * GB, 2 * GB), GB)}
+    held = {"a": Held(Arenas(4 * GB, 2 * GB), GB, 0)}
     assert divide(10 * GB, held, GB, GB, Arenas(3 * GB, 0)) == ({"a": Arenas(GB, 2 * GB)}, Arenas(3 * GB, 0))
     assert divide(10 * GB, held, GB, GB, Arenas(5 * GB, 0)) == ({"a": Arenas(2 * GB, GB)}, Arenas(5 * GB, 0))
     assert divide(9 * GB, held, GB, GB, Arenas(5 * GB, 0)) is None
@@ -295,3 +295,74 @@ async def test_a_resize_that_does_not_fit_says_what_does(tmp_path, machine):
         hint = str(caught.value.hint)
         most = int(hint.split("--device-mem ")[1].split("MB")[0]) * 10**6
         await front.service.resize("alpha", {"device_bytes": most})
+
+
+async def test_weights_that_were_given_up_are_there_for_pages_and_for_another_model(tmp_path, machine):
+    make_model(tmp_path / "models", "alpha", weights_bytes=8 * GB)
+    make_model(tmp_path / "models", "beta", weights_bytes=2 * GB)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        with pytest.raises(OutOfSpace, match="weights, workspace and other models leave"):
+            await front.service.resize("alpha", {"device_bytes": 7 * GB})
+        await front.service.resize("alpha", {"weights_bytes": 2 * GB})
+        await front.service.resize("alpha", {"device_bytes": 7 * GB})
+        await front.service.load("beta")
+        assert set(front.supervisor.engines) == {"alpha", "beta"}
+        with pytest.raises(OutOfSpace, match=r"of weights memory do not fit: pages, .* of 14.7 GB") as caught:
+            await front.service.resize("alpha", {"weights_bytes": 5 * GB})
+        most = int(str(caught.value.hint).split("--weights-mem ")[1].split("MB")[0]) * 10**6
+        await front.service.resize("alpha", {"weights_bytes": most})
+
+
+async def test_weights_that_came_into_memory_count_although_pages_found_none(tmp_path, machine):
+    path = make_model(tmp_path / "models", "alpha", weights_bytes=8 * GB)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        await front.service.resize("alpha", {"weights_bytes": 2 * GB})
+        before = front.prepare._held["alpha"]
+        set_options(path, refuse_resize=True)
+        await front.service.unload("alpha")
+        await front.service.load("alpha")
+        for size in (6 * GB, 5 * GB):
+            with pytest.raises(OutOfSpace, match="running requests need it"):
+                await front.service.resize("alpha", {"weights_bytes": size, "device_bytes": GB})
+            assert front.prepare._held["alpha"] == before._replace(weights=6 * GB)
+
+
+async def test_the_workspace_counts_beside_weights_that_are_resized(tmp_path, machine):
+    make_model(tmp_path / "models", "alpha", weights_bytes=8 * GB)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        usable = 16 * GB - 16 * GB // 10
+        whole = {"device_bytes": usable - 2 * GB, "host_bytes": 0, "weights_bytes": 2 * GB}
+        with pytest.raises(OutOfSpace, match="of device memory do not fit") as caught:
+            await front.service.resize("alpha", whole)
+        given = dict(zip(*[iter(str(caught.value.hint).split("`")[1].split()[3:])] * 2, strict=True))
+        most = {f"{flag[2:-4]}_bytes": int(size.removesuffix("MB")) * 10**6 for flag, size in given.items()}
+        assert most.keys() == whole.keys() and most["weights_bytes"] == 2 * GB
+        await front.service.resize("alpha", most)
+        await front.service.resize("alpha", {"weights_bytes": "auto", "device_bytes": "auto", "host_bytes": "auto"})
+
+
+async def test_a_model_larger_than_the_memory_gets_back_what_it_had_unasked(tmp_path, machine):
+    make_model(tmp_path / "models", "alpha", weights_bytes=40 * GB)
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        before = front.prepare._held["alpha"]
+        for size in ("device_bytes", "weights_bytes"):
+            await front.service.resize("alpha", {size: GB})
+            await front.service.resize("alpha", {size: "auto"})
+        assert front.prepare._held["alpha"] == before
+
+
+async def test_what_resize_gave_has_to_fit_beside_the_weights_when_it_comes_back(tmp_path, machine):
+    make_model(tmp_path / "models", "alpha", weights_bytes=6 * GB)
+    free = [machine.available_ram]
+    async with _front(tmp_path, lambda: machine._replace(available_ram=free[0])) as front:
+        await front.service.load("alpha")
+        await front.service.resize("alpha", {"device_bytes": 7 * GB, "host_bytes": 0})
+        for free[0], device in ((machine.available_ram, 7 * GB), (12 * GB, 3 * GB)):
+            await front.service.unload("alpha")
+            await front.service.load("alpha")
+            assert (await _arenas(front, "alpha")).device == device
+        assert front.engine().notices

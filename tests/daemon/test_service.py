@@ -51,12 +51,6 @@ async def test_a_model_that_is_removed_is_noticed(front):
         front.service.submit(Submit("alpha", prompt="x"))
 
 
-async def test_models_tell_what_is_broken(front):
-    (front.settings.models_dir / "beta" / "manifest.json").write_text("{")
-    alpha, beta = await front.service.models()
-    assert alpha["problem"] is None and alpha["context"] == 4096 and beta["problem"] and "context" not in beta
-
-
 async def test_status_does_not_wait_for_an_engine_that_stands_still(front):
     await front.service.load("alpha")
     import os

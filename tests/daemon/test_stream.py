@@ -77,14 +77,14 @@ async def test_crash_loop_ends_the_stream_with_the_last_words_and_backs_off(fron
     wire.generate(2, "innocent", max_tokens=5)
     (refused,) = await wire.until_end(2)
     assert refused.ev == "failed"  # within the back-off, at once
-    front.supervisor._failures["alpha"].until_s = 0.0
+    front.supervisor._failures.refused["alpha"].until_s = 0.0
     wire.generate(3, "innocent", max_tokens=5)
     assert text(await wire.until_end(3)) != ""
     await wire.close()
 
 
 async def test_a_request_that_kills_engines_fails_alone_in_time(front, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.supervisor.CRASH_WINDOW_S", 0.0)  # deaths that are far apart
+    monkeypatch.setattr("tierd.daemon.failures.CRASH_WINDOW_S", 0.0)  # deaths that are far apart
     wire = await front.connect()
     wire.generate(1, "!die", max_tokens=5)
     (end,) = await wire.until_end(1)
@@ -95,7 +95,7 @@ async def test_a_request_that_kills_engines_fails_alone_in_time(front, monkeypat
 
 
 async def test_a_stream_that_gets_on_outlives_many_engines(front, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.supervisor.CRASH_WINDOW_S", 0.0)
+    monkeypatch.setattr("tierd.daemon.failures.CRASH_WINDOW_S", 0.0)
     wire = await front.connect()
     wire.generate(1, "!always=4", max_tokens=18, temperature=0)
     events = await wire.until_end(1)

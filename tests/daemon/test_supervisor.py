@@ -122,12 +122,26 @@ async def test_waiting_for_room_has_a_deadline(front):
     wire = await front.connect()
     wire.generate(1, "!hang")
     await until(lambda: "alpha" in front.supervisor.engines and front.engine().streams)
-    model, _ = front.service._find("beta")
+    model, _ = front.service.shelf.find("beta")
     with pytest.raises(TooBusy):
         await front.supervisor.acquire(model, 0.2)
     assert not front.supervisor._waiters
     with pytest.raises(TooBusy, match=r"in use \(1 stream\)"):
         await front.service.unload("alpha")
+
+
+async def test_whoever_comes_to_a_retiring_engine_waits_for_the_next_one(front):
+    wire, other = await front.connect(), await front.connect()
+    wire.generate(1, "!hang")
+    await until(lambda: "alpha" in front.supervisor.engines and front.engine().streams)
+    last = front.engine()
+    front.supervisor.retire("alpha")
+    other.generate(2, "x", max_tokens=2, temperature=0)
+    progress = await other.next()
+    assert progress.ev == "progress" and "the last engine to end" in progress.data["text"]
+    wire.send(3, "cancel", target=1)
+    assert text(await other.until_end(2)) == whole_text("x", 2)
+    assert front.engine() is not last
 
 
 async def test_unload_while_it_loads(front):
@@ -147,7 +161,7 @@ async def test_a_model_that_says_why_it_fails_is_not_tried_three_times(front):
     assert (end.ev, end.data["code"]) == ("failed", "out_of_space")
     assert front.metrics.engine_deaths["alpha"] == 1
     set_options(front.settings.models_dir / "alpha")
-    front.supervisor._failures["alpha"].until_s = 0.0
+    front.supervisor._failures.refused["alpha"].until_s = 0.0
     await front.service.load("alpha")
     assert front.engine().state is EngineState.READY
 
@@ -160,19 +174,6 @@ async def test_deaths_of_engines_that_were_of_use_are_no_loop(front):
         wire.generate(number + 1, f"!crash=1 {number}", max_tokens=3, temperature=0)
         assert text(await wire.until_end(number + 1)) == whole_text(f"!crash=1 {number}", 3)
     assert front.metrics.engine_deaths["alpha"] == 5
-
-
-async def test_back_off_grows(front, monkeypatch):
-    set_options(front.settings.models_dir / "alpha", fail={"code": "out_of_space", "message": "too big"})
-    seen = []
-    for _ in range(3):
-        wire = await front.connect()
-        wire.generate(1, "x")
-        await wire.until_end(1)
-        failure = front.supervisor._failures["alpha"]
-        seen.append(failure.back_off_s)
-        failure.until_s = 0.0
-    assert seen == [2.0, 4.0, 8.0]
 
 
 async def test_a_model_that_cannot_be_prepared_fails(front):

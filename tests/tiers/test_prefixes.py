@@ -11,6 +11,7 @@ from tierd.tiers.budget import WriteBudget
 from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, TierFull
 from tierd.tiers.journal import What
 from tierd.tiers.page import Tier
+from tierd.tiers.prefix import Node
 from tierd.tiers.prefix_info import PrefixInfo
 from tierd.tiers.prefixes import Prefixes
 
@@ -351,6 +352,31 @@ def test_pins_of_what_only_memory_has_end_where_nobody_could_go_on_else(tmp_path
     assert not any(info.pinned for tokens, info in by_tokens(Prefixes(rig.pager, file)).items() if tokens != 4)
     assert prefixes.give_up() == 1 and prefixes.give_up() == 0
     rig.check()
+    rig.close()
+
+
+def test_what_a_request_wants_kept_is_told_apart_from_pins_by_hand() -> None:
+    rig = served()
+    prefixes = Prefixes(rig.pager, None)
+
+    def kept() -> dict[int, bool]:
+        return {tokens: info.wished for tokens, info in by_tokens(prefixes).items() if info.pinned}
+
+    def page_of(tokens: int) -> Node:
+        node = rig.pager.index.get(prefixes.way(by_tokens(prefixes)[tokens].id)[0].key)
+        assert node is not None
+        return node
+
+    end = page_of(16)
+    middle = rig.pager.index.get(end.parent)
+    assert middle is not None and prefixes.keep(end, 300.0)
+    wished = kept()
+    assert wished and all(wished.values())
+    prefixes.pin(middle.key.hex())
+    found = kept()
+    assert found[16] and not found[16 - end.num_tokens]  # also where nothing but the pin ends
+    prefixes.pin(end.key.hex())
+    assert not any(kept().values())
     rig.close()
 
 

@@ -64,4 +64,6 @@ def test_lines_of_a_pull():
     line = ollama_models.pulling(step, "smollm2:135m")
     assert line == {"status": "pulling smollm2:135m", "digest": "smollm2:135m", "total": 10, "completed": 5}
     assert ollama_models.pulling({"stage": "import", "done": 1, "total": 2}, "x")["status"] == "preparing"
+    told = {"stage": "format", "done": 1, "total": 1, "text": "they become int8-g32"}
+    assert ollama_models.pulling(told, "x")["status"] == "they become int8-g32"
     assert ollama_models.pulling({"name": "x"}, "x") == {"status": "success"}

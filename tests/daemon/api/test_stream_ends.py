@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from front_harness import set_options, until
 
-from tierd.daemon import supervisor
+from tierd.daemon import failures
 
 
 class Dialect(NamedTuple):
@@ -88,5 +88,5 @@ async def run(http, dialect: Dialect, count: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", DIALECTS)
 async def test_one_end_fifty_times(http, name, monkeypatch):
-    monkeypatch.setattr(supervisor, "CRASH_LIMIT", 1000)
+    monkeypatch.setattr(failures, "CRASH_LIMIT", 1000)
     await run(http, DIALECTS[name], 50)

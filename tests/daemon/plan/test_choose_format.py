@@ -10,7 +10,7 @@ import pytest
 
 from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine
-from tierd.daemon.plan.choose_format import Chosen, choose_format
+from tierd.daemon.plan.choose_format import Chosen, choose_format, fitting_format
 from tierd.daemon.plan.known import known_shape
 from tierd.daemon.plan.weights import weight_bytes
 
@@ -42,3 +42,14 @@ def test_the_memory_for_weights_that_was_asked_for_counts(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("own", "format"), [("int4-g32", None), ("int8-g32", "int4-g32")])
 def test_never_wider_than_the_source(tmp_path: Path, own: str, format: str | None) -> None:
     assert choose(tmp_path, 3 * GB, own).format == format
+
+
+@pytest.mark.parametrize(("available", "format"), [(14 * GB, "int8-g32"), (9 * GB, "int4-g32"), (3 * GB, None)])
+def test_one_that_fits_is_the_one_that_a_pull_chooses(tmp_path: Path, available: int, format: str | None) -> None:
+    settings = dataclasses.replace(Settings(Path("/m"), tmp_path, Path("/s")), ctx=2048, threads=2)
+    assert SHAPE.spec is not None
+    found = fitting_format(SHAPE.spec, 16 * GB, settings, Machine(64 * GB, available, 100 * GB))
+    assert (found.format if found else None) == format
+    if found is not None:
+        assert found.bytes == weight_bytes(SHAPE, found.format).total
+        assert choose(tmp_path, available).format == format

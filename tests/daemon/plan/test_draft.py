@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -10,8 +11,20 @@ import pytest
 from tests.daemon.plan.decoders import allocated_bytes
 from tierd.daemon.config import load
 from tierd.daemon.errors import ModelNotFound
+from tierd.daemon.machine import Machine, auto_weights
 from tierd.daemon.models.catalog import load_manifest
-from tierd.daemon.plan.draft import KV_FORMAT, MAX_SEATS, SEAT_TOKENS, draft_bytes, max_rows, seats, wanted
+from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
+from tierd.daemon.plan.draft import (
+    KV_FORMAT,
+    MAX_SEATS,
+    SEAT_TOKENS,
+    Draft,
+    choose_draft,
+    draft_bytes,
+    max_rows,
+    seats,
+    wanted,
+)
 from tierd.kernels.layout import PageLayout
 
 
@@ -42,3 +55,25 @@ def test_the_one_that_the_settings_name(models_dir: Path, tmp_path: Path) -> Non
     with pytest.raises(ModelNotFound, match="draft model 'nobody' isn't prepared") as caught:
         wanted(load(flags | {"draft": "nobody"}, env).settings, 2)
     assert caught.value.param == "draft" and "tierd pull" in (caught.value.hint or "")
+
+
+def test_none_beside_itself_and_none_where_weights_lack_its_memory(models_dir: Path, tmp_path: Path) -> None:
+    flags = {"models_dir": str(models_dir), "draft": "smollm2:135m"}
+    env = {"TIERD_RUNTIME_DIR": str(tmp_path), "TIERD_CONFIG": ""}
+    settings, machine = load(flags, env).settings, Machine(4 << 30, 4 << 30, 0)
+    found = wanted(settings, 2)
+    assert found is not None
+    most_bytes = auto_weights(machine.total_ram, LEAST_ARENA_BYTES, 0)
+
+    def choose(weights_bytes: int, name: str = "large", **changes: int) -> Draft:
+        return choose_draft(dataclasses.replace(settings, **changes), models_dir / name, weights_bytes, machine, 2)
+
+    assert choose(most_bytes // 2) == Draft(found)
+    assert choose(most_bytes // 2, "smollm2-135m") == Draft()
+    assert choose_draft(dataclasses.replace(settings, draft=""), None, 1, machine, 2) == Draft()
+    assert choose(most_bytes - found.total_bytes).model
+    assert choose(most_bytes + 1).model  # layers are read from the disk without it, too
+    for weights_bytes in (most_bytes - found.total_bytes + 1, most_bytes):
+        off = choose(weights_bytes)
+        assert off.model is None and off.total_bytes == 0 and "smollm2-135m, which takes" in off.off_reason
+        assert choose(weights_bytes, weights_mem=most_bytes).model  # asked for

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.daemon.plan.scenes import COMPUTE, FINGERPRINT, MEASURED
+from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.plan import rates
 from tierd.kernels.packing import WeightFormat
 
@@ -16,6 +17,15 @@ def test_kept_and_found_again(tmp_path: Path) -> None:
     rates.save(tmp_path / "cache", MEASURED)
     assert rates.load(tmp_path / "cache", FINGERPRINT) == MEASURED
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [rates.FILE_NAME]
+
+
+def test_here_what_was_measured_here_counts(tmp_path: Path) -> None:
+    here = rates.fingerprint(tmp_path, 2, total_memory_bytes())
+    assert rates.of_this_machine(tmp_path, 2) == rates.assumed(here)
+    measured = msgspec.structs.replace(MEASURED, fingerprint=here)
+    rates.save(tmp_path, measured)
+    assert rates.of_this_machine(tmp_path, 2) == measured
+    assert rates.of_this_machine(tmp_path, 3).assumed
 
 
 @pytest.mark.parametrize("change", [{"cpu": "another"}, {"threads": 4}, {"memory_bytes": 1}, {"disk": "ffff"}])

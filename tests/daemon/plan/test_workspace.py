@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.daemon.engine.live import Live
-from tests.daemon.plan.decoders import allocated_bytes
+from tests.daemon.plan.decoders import allocated_bytes, tiny_decoder
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.placement import place
 from tierd.daemon.models.spec import ExpertsSpec, ModelSpec
-from tierd.daemon.plan.workspace import engine_bytes, ring_bytes, scratch_bytes, vector_bytes
+from tierd.daemon.plan.workspace import engine_bytes, ring_bytes, scratch_bytes, sink_bytes, vector_bytes
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Bound
 
 RECORDS_BYTES = 8192  # in which the kernels find all that: a job, and a record a layer
 SPEC = ModelSpec(
@@ -26,7 +28,7 @@ SPEC = ModelSpec(
     "change",
     [{}, {"qkv_bias": True}, {"qk_norm": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
      {"head_dim": 128, "heads": 32, "kv_heads": 2}, {"experts": ExpertsSpec(20, 4, 40, True, (0, 2))},
-     {"experts": ExpertsSpec(4, 2, 100, True, (0, 1, 2))}],
+     {"experts": ExpertsSpec(4, 2, 100, True, (0, 2), True, 7.0, 1.702), "sink_logits": True}],
 )  # fmt: skip
 def test_scratch_and_vectors_of_a_decoder(change: dict[str, object]) -> None:
     spec = msgspec.structs.replace(SPEC, **change)
@@ -34,6 +36,18 @@ def test_scratch_and_vectors_of_a_decoder(change: dict[str, object]) -> None:
         found = allocated_bytes(spec, rows, threads)
         wanted = scratch_bytes(spec, rows, threads) + vector_bytes(spec)
         assert wanted <= found <= wanted + RECORDS_BYTES
+
+
+def test_queries_for_sinks() -> None:
+    rows = 40
+    with tiny_decoder(SPEC, rows, 1) as decoder:
+        arena = np.zeros((3, decoder.layout.record_bytes), np.uint8)
+        pages, ends = arena.ctypes.data + arena.strides[0] * np.arange(3), np.array([0, 3], np.int32)
+        bounds = np.array([Bound(window=8, sinks=4, lead=1)], np.int32)
+        for position, wanted_bytes in ((11, 0), (12, sink_bytes(SPEC, rows))):
+            positions = np.array([position], np.int32)
+            decoder.forward([arena], ends[:1], positions, ends[:1], pages, ends, ends[:1], bounds)
+            assert decoder._sink_queries.nbytes == wanted_bytes
 
 
 @pytest.mark.parametrize("weights", [None, 40 << 20])

@@ -1,8 +1,8 @@
-"""A pull in a process of its own: `python -m tierd.daemon.models.pull_process JSON`, progress as JSON lines.
+"""A pull in a process of its own: `python -m tierd.daemon.pull_process JSON`, progress as JSON lines.
 
 The front starts it, so that neither the importers' memory nor their processor time is the front's. Lines: `{stage,
-done, total}`, and one last line `{name}` or `{error: {code, message, ...}}`. It ends when its standard output is
-closed.
+done, total}`, with a `text` where there is something to say, and one last line `{name}` or `{error: {code, message,
+...}}`. It ends when its standard output is closed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ from typing import Any
 
 import msgspec
 
+from tierd.daemon.config import Settings
 from tierd.daemon.errors import to_wire
+from tierd.daemon.machine import probe_machine
 from tierd.daemon.models.pull import pull
+from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.plan.choose_format import choose_format
 
 REPORT_S = 0.2  # the importers tell every tensor
 
 
 class Order(msgspec.Struct, forbid_unknown_fields=True):
-    """What to pull."""
+    """What to pull. `settings`: those of the daemon by which a weight format is chosen."""
 
     ref: str
     models_dir: str
     cache_dir: str
     offline: bool = False
+    settings: dict[str, Any] = {}
 
 
 class _Reporter:
@@ -50,11 +55,19 @@ def _say(line: dict[str, Any]) -> None:
 
 def main(order: Order) -> int:
     """Pull, and tell how it goes. Returns the exit code."""
+    models_dir, cache_dir = Path(order.models_dir), Path(order.cache_dir)
+    settings = Settings(models_dir, cache_dir, Path(), **order.settings)
+
+    def choose(spec: ModelSpec, own_format: str, own_bytes: int) -> str | None:
+        chosen = choose_format(spec, own_format, own_bytes, settings, probe_machine(cache_dir))
+        if chosen.why:
+            _say({"stage": "format", "done": 1, "total": 1, "text": chosen.why})
+        return chosen.format
+
     try:
         manifest = pull(
-            order.ref, Path(order.models_dir), cache_dir=Path(order.cache_dir), progress=_Reporter(),
-            offline=order.offline,
-        )  # fmt: skip
+            order.ref, models_dir, cache_dir=cache_dir, progress=_Reporter(), offline=order.offline, choose=choose
+        )
     except BrokenPipeError:
         return 1  # nobody listens any more
     except Exception as exc:

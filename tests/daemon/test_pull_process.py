@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
+from tierd.daemon import pull_process
 from tierd.daemon.errors import DownloadFailed
-from tierd.daemon.models import pull_process
+from tierd.daemon.machine import Machine
+from tierd.daemon.plan.known import known_shape
 
 
 @pytest.fixture
@@ -48,8 +51,25 @@ def test_failures_are_a_line_without_internals(order, monkeypatch, capfd, error,
     assert line["error"]["code"] == code and "/secret" not in str(line)
 
 
+def test_a_weight_format_is_chosen_by_the_settings_of_the_daemon(order, monkeypatch, capfd):
+    spec, chosen = known_shape("llama-3-8b").spec, []
+
+    def pull(*_, choose, **options):
+        chosen.append(choose(spec, "bf16", 16 * 10**9))
+        return type("Manifest", (), {"name": "x"})
+
+    monkeypatch.setattr(pull_process, "pull", pull)
+    monkeypatch.setattr(pull_process, "probe_machine", lambda cache_dir: Machine(64 << 30, 64 << 30, 100 << 30))
+    for weights_mem in (None, 9 * 10**9):
+        settings = {"weights_mem": weights_mem, "ctx": 2048, "threads": 2}
+        assert pull_process.main(msgspec.structs.replace(order, settings=settings)) == 0
+    assert chosen == [None, "int8-g32"]
+    _, told, _ = said(capfd)
+    assert told["stage"] == "format" and "they become int8-g32" in told["text"]
+
+
 def test_as_a_process(tmp_path):
     order = {"ref": "nothing-like-it", "models_dir": str(tmp_path), "cache_dir": str(tmp_path)}
-    command = [sys.executable, "-m", "tierd.daemon.models.pull_process", json.dumps(order)]
+    command = [sys.executable, "-m", "tierd.daemon.pull_process", json.dumps(order)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and json.loads(done.stdout)["error"]["code"] == "bad_request" and not done.stderr

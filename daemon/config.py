@@ -117,7 +117,7 @@ class Settings:
         ),
     )
     kv_mode: str = field(
-        default="", metadata=_setting("tokens of a context kept: all (empty), window=N, sinks=S,window=W", memory_mode)
+        default="", metadata=_setting("of a context: all (empty), window=N, sinks=S,window=W or select=K", memory_mode)
     )
     ctx: int = field(
         default=0, metadata=_setting("longest context in tokens, 0: what the model was trained for", context_tokens)

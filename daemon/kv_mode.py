@@ -2,8 +2,9 @@
 
 `exact` keeps all. `window=N`: a token sees itself and the N - 1 before it. `sinks=S,window=W` (StreamingLLM, arXiv
 2309.17453): it sees the first S tokens, too, as if everything between them and the window had never been; then there
-is no end to the text. What neither a window nor sinks have changed yet is exact: the first `exact_tokens` of a sequence
-are those of any other request, and their pages are shared.
+is no end to the text. `select=K` (Quest, arXiv 2406.10774): all is kept, and a token of the answer reads in each layer
+only the K pages that its query may weigh most. What a mode has not changed yet is exact: the first `exact_tokens` of a
+sequence, and with `select` its prompt, are those of any other request, and their pages are shared.
 """
 
 from __future__ import annotations
@@ -16,27 +17,38 @@ from tierd.daemon.errors import BadRequest, suggest
 EXACT = "exact"
 _OFF = ("", EXACT, "none")
 BASE_TOKENS = 256  # as in `kernels.rows`
-MIN_WINDOW_TOKENS = 16  # a page: less would save nothing
+PAGE_TOKENS = 16  # as in `kernels.layout`
+MIN_WINDOW_TOKENS = PAGE_TOKENS  # less would save nothing
+MIN_SELECTED = 4  # pages: the first, the newest two, and one that is chosen
+MAX_SELECTED = 1 << 20
 MAX_TOKENS = 1 << 24
 MAX_CHARS = 64
-_KINDS = "window=N or sinks=S,window=W"
-_HINT = f"{_KINDS}, in tokens; or {EXACT!r} for the whole context"
+_HINT = f"window=N or sinks=S,window=W, in tokens; select=K, in pages; or {EXACT!r} for the whole context"
 
 
 @dataclass(frozen=True, slots=True)
 class KvMode:
-    """What rows of a sequence see: `window` tokens up to their own, and the first `sinks` of all."""
+    """What rows of a sequence see: `window` tokens up to their own, and the first `sinks` of all; or, in each layer,
+    the `read` tokens of the pages that they choose."""
 
-    window: int
+    window: int = 0
     sinks: int = 0
+    read: int = 0
 
     def __str__(self) -> str:
+        if self.selects:
+            return f"select={self.read // PAGE_TOKENS}"
         return f"sinks={self.sinks},window={self.window}" if self.sinks else f"window={self.window}"
+
+    @property
+    def selects(self) -> bool:
+        """Whether all pages are kept, and rows choose which of them they read."""
+        return self.read > 0
 
     @property
     def exact_tokens(self) -> int:
         """So many first tokens of a sequence see all before them: their keys and values are the exact ones."""
-        return self.sinks + self.window
+        return self.read or self.sinks + self.window
 
     @property
     def endless(self) -> bool:
@@ -70,13 +82,15 @@ def parse(text: str) -> KvMode | None:
     given: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
-        if name not in ("window", "sinks"):
-            raise _bad(f"knows no {name!r}", suggest(name, ["window", "sinks", EXACT]) or _HINT)
+        if name not in ("window", "sinks", "select"):
+            raise _bad(f"knows no {name!r}", suggest(name, ["window", "sinks", "select", EXACT]) or _HINT)
         if name in given:
             raise _bad(f"says {name} twice")
         if not equals or not re.fullmatch(r"[0-9]{1,9}", number):
-            raise _bad(f"needs a number of tokens after {name}=, not {number!r}")
+            raise _bad(f"needs a number of {'pages' if name == 'select' else 'tokens'} after {name}=, not {number!r}")
         given[name] = int(number)
+    if "select" in given:
+        return _select(given)
     if "window" not in given:
         raise _bad("needs a window beside the sinks")
     window, sinks = given["window"], given.get("sinks", 0)
@@ -85,6 +99,15 @@ def parse(text: str) -> KvMode | None:
     if "sinks" in given and not 1 <= sinks <= MAX_TOKENS:
         raise _bad(f"needs 1 to {MAX_TOKENS} sinks, not {sinks}")
     return KvMode(window, sinks)
+
+
+def _select(given: dict[str, int]) -> KvMode:
+    pages = given.pop("select")
+    if given:
+        raise _bad(f"takes select alone, without {' and '.join(given)}: it keeps the whole context")
+    if not MIN_SELECTED <= pages <= MAX_SELECTED:
+        raise _bad(f"needs {MIN_SELECTED} to {MAX_SELECTED} pages of {PAGE_TOKENS} tokens, not {pages}")
+    return KvMode(read=pages * PAGE_TOKENS)
 
 
 def _bad(what: str, hint: str = _HINT) -> BadRequest:

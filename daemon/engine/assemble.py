@@ -28,6 +28,7 @@ from tierd.daemon.engine.model.load import Vector
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
+from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.speculate import Speculate, Speculator
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
@@ -43,6 +44,7 @@ from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.protocol import Event
 from tierd.daemon.units import human_bytes
+from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
 from tierd.tiers import budget, upkeep
@@ -52,6 +54,7 @@ from tierd.tiers.errors import StoreError
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
 from tierd.tiers.pager import Pager
+from tierd.tiers.picking import Picker
 from tierd.tiers.pins_file import FILE_NAME as PINNED_NAME
 from tierd.tiers.prefixes import Prefixes
 from tierd.tiers.roots_file import FILE_NAME as TENANTS_NAME
@@ -182,10 +185,7 @@ def _build(
     )
     resources.callback(pager.close)
     hooks.progress("store", 1, 1)
-    staging = None
-    if store is not None:
-        staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
-    runner = Runner(decoder, layout, (device.memory, host.memory), staging, weights=weights)
+    runner = _runner(decoder, layout, (device, host), weights, store, mover, backend)
     upkeep.warm(pager)
     prefixes = _keep_rules(config, pager, root)
     guesses = _guesses(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
@@ -346,6 +346,22 @@ def _context(wanted: int, manifest: Manifest) -> int:
             f"a context of {wanted} tokens was asked for, {manifest.name} reaches {longest}", hint=f"--ctx {longest}"
         )
     return wanted
+
+
+def _runner(
+    decoder: OwnDecoder, layout: PageLayout, arenas: tuple[Arena, Arena], weights: ModelWeights, store: Store | None,
+    mover: Mover, backend: Backend,
+) -> Runner:  # fmt: skip
+    """The decoder with what its pages lie in, and with who reads those in the store."""
+    staging = picker = None
+    if store is not None:
+        staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
+        picker = Picker(store, mover)
+    shape = weights.shape
+    return Runner(
+        decoder, layout, [arena.memory for arena in arenas], staging, weights=weights, picker=picker,
+        selections=lambda: Selection(PageBounds(layout, shape.heads), shape.windows),
+    )  # fmt: skip
 
 
 def _namespace(manifest: Manifest, layout: PageLayout, frequencies: rope.Frequencies, backend: Backend) -> str:

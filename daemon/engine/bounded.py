@@ -1,23 +1,63 @@
-"""Requests whose rows see less than all before them: which pages they are given, keep and share. See `kv_mode`."""
+"""Requests whose rows see, or read, less than all before them: which pages they are given, keep and share. See
+`kv_mode`."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from tierd.daemon.engine import fetch
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.scheduler import pages_for
+from tierd.daemon.engine.selection import Lesson, Pick
+from tierd.daemon.errors import OutOfSpace
 from tierd.kernels.rows import Bound
-from tierd.tiers.lease import Lease
+from tierd.tiers.lease import Addresses, Lease
 from tierd.tiers.pager import Pager
 
 
 def bound_of(request: Request, start: int, page_tokens: int) -> Bound:
-    """What rows from `start` on see, and the pages that they are given."""
-    return Bound() if request.mode is None else Bound(*request.mode.bound(start, page_tokens))
+    """What rows from `start` on see, and the pages that they are given. One that chooses is alone, and sees all that it
+    is given."""
+    mode = request.mode
+    if mode is None:
+        return Bound()
+    if not mode.selects:
+        return Bound(*mode.bound(start, page_tokens))
+    end = (start // page_tokens + 1) * page_tokens
+    return Bound(base=end - mode.read) if chooses(request, start) else Bound()
+
+
+def chooses(request: Request, start: int) -> bool:
+    """Whether the rows from `start` on choose their pages."""
+    return request.mode is not None and request.mode.selects and start >= request.exact_end
+
+
+def wanted_by(request: Request, lease: Lease, start: int, end: int, page_tokens: int) -> Pick | Lesson | None:
+    """What rows from `start` to `end` choose, one of them, or learn: the last exact one reads all pages before it."""
+    selection = request.selection
+    if selection is None:
+        return None
+    if chooses(request, start):
+        return Pick(selection, lease.table[:0], lambda place: lease.nodes[place].key, end % page_tokens == 0)
+    return Lesson(selection, end // page_tokens) if end == request.exact_end else None
+
+
+def pages_of(
+    pager: Pager, lease: Lease, end: int, bound: Bound, wanted: Pick | Lesson | None
+) -> tuple[Addresses, Pick | Lesson | None]:
+    """The pages that rows up to `end` are given, as they lie now."""
+    stop, first = pages_for(end, pager.page_tokens), bound.base // pager.page_tokens
+    if not isinstance(wanted, Pick):
+        return pager.tables.addresses(lease, stop, first, bound.lead), wanted
+    table = pager.tables.addresses(lease, stop)
+    # Until the row has chosen, all of them are the one that it writes to.
+    return np.full(stop - first, table[-1]), wanted._replace(table=table)
 
 
 def commit(pager: Pager, request: Request, lease: Lease) -> None:
     """Names the pages that others may use, and gives back those that no later row sees."""
     pager.commit(lease, request.exact)
-    if (mode := request.mode) is not None:
+    if (mode := request.mode) is not None and not mode.selects:
         size = pager.page_tokens
         pager.committer.let_go(lease, pages_for(mode.sinks, size), mode.first_seen(request.computed) // size)
 
@@ -25,8 +65,24 @@ def commit(pager: Pager, request: Request, lease: Lease) -> None:
 def fits(pager: Pager, request: Request) -> bool:
     """Whether there are pages for it at all. Without keys, pages can go nowhere: they stay on the device."""
     size, tokens = pager.page_tokens, len(request.tokens)
-    if (mode := request.mode) is not None and tokens > mode.exact_tokens:
+    if (mode := request.mode) is not None and tokens > request.exact_end:
+        if mode.selects:
+            return pages_for(tokens, size) - request.exact_end // size <= pager.device.slots and tokens <= (
+                size * pager.capacity_pages
+            )
         if pages_for(mode.window, size) + 2 > pager.device.slots:
             return False
         tokens = mode.most_tokens(size)
     return tokens <= size * (pager.device.slots if request.private else pager.capacity_pages)
+
+
+def no_room(pager: Pager, request: Request) -> OutOfSpace:
+    """The error of a request that does not fit (any more)."""
+    tokens = len(request.tokens)
+    if request.mode is None or request.keeps_all and tokens > pager.capacity_pages * pager.page_tokens:
+        return fetch.no_room(pager, tokens)
+    return OutOfSpace(
+        f"with kv_mode {request.mode} all but the exact pages lie on the device, whose {pager.device.slots} pages are "
+        f"too few for this text of {tokens} tokens",
+        hint="give tierd more memory with --device-mem, or leave kv_mode out",
+    )

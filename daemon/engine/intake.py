@@ -347,7 +347,7 @@ class Intake:
         if ctx is not None and ctx < 2:
             raise BadRequest("ctx must hold at least a token of prompt and one of answer", param="ctx")
         longest = ctx or self.facts.context
-        return min(longest, self.facts.capacity_tokens) if mode is None else longest
+        return min(longest, self.facts.capacity_tokens) if mode is None or mode.selects else longest
 
     def _too_long(self, used: int, limit: int, submit: Submit) -> ContextLengthExceeded:
         param = "prompt" if submit.messages is None else "messages"

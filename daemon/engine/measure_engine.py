@@ -111,9 +111,9 @@ def _watched(passes: list[Pass]) -> type[CpuDecoder]:
     """A decoder whose passes are added to the list."""
 
     class Watched(CpuDecoder):
-        def forward(self, memories: Sequence[Memory], tokens: Ints, *rest: Any) -> Logits:
+        def forward(self, memories: Sequence[Memory], tokens: Ints, *rest: Any, **named: Any) -> Logits:
             start_s = time.monotonic()
-            logits = super().forward(memories, tokens, *rest)
+            logits = super().forward(memories, tokens, *rest, **named)
             passes.append(Pass(len(tokens), start_s, time.monotonic()))
             return logits
 

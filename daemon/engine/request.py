@@ -23,6 +23,7 @@ from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.pace import Pace
 from tierd.daemon.engine.sampler import Sampler
 from tierd.daemon.engine.scheduler import Limits, Phase, Stream, pages_for
+from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.speculate import Draft
 from tierd.daemon.kv_mode import KvMode
 from tierd.daemon.protocol import Timings, Usage
@@ -112,6 +113,7 @@ class Request:
     draft: Draft = field(default_factory=Draft)
     drafted: int = 0  # tokens of the draft that the next step should compute
     mode: KvMode | None = None  # what a row sees, if it is not all before it
+    selection: Selection | None = None  # what its rows choose pages by, with its lease, where a mode wants that
     keep: tuple[tuple[int, float], ...] = ()  # wishes that so many first tokens stay cached, for so many seconds
     remember: Callable[[Request], None] | None = None  # keeps the turn, once it is whole
     tell_prompt: bool = False  # its end has the tokens of the prompt
@@ -127,19 +129,36 @@ class Request:
         return self.embedding is not None and self.embedding.needs_every_row
 
     @property
+    def exact_end(self) -> int:
+        """So many of its first tokens have the keys and values that they have without a mode. A selecting one's prompt
+        is among them."""
+        if self.mode is None:
+            return len(self.tokens)
+        return max(self.mode.exact_tokens, self.prompt_tokens if self.mode.selects else 0)
+
+    @property
     def findable(self) -> list[int]:
-        """The tokens whose pages may be looked up, and one more: all, unless a mode changes what they hold."""
-        return self.tokens if self.mode is None else self.tokens[: self.mode.exact_tokens + 1]
+        """The tokens whose pages may be looked up, and one more: all, unless a mode changes what they hold. The last
+        exact row of a selecting one has to be computed here: it learns of the pages before it."""
+        if self.mode is None:
+            return self.tokens
+        return self.tokens[: self.exact_end + (not self.mode.selects)]
 
     @property
     def exact(self) -> list[int]:
         """The tokens whose computed pages may be known to others."""
-        end = self.computed if self.mode is None else min(self.computed, self.mode.exact_tokens)
-        return self.tokens[:end]
+        return self.tokens[: min(self.computed, self.exact_end)]
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether its pages are as many as those of all its tokens."""
+        return self.mode is None or self.mode.selects
 
     def most_pages(self, limits: Limits) -> int | None:
         """Pages that it has at once at most, where a mode bounds them."""
-        return None if self.mode is None else pages_for(self.mode.most_tokens(limits.max_rows), limits.page_tokens) + 2
+        if self.mode is None or self.mode.selects:
+            return None
+        return pages_for(self.mode.most_tokens(limits.max_rows), limits.page_tokens) + 2
 
     @property
     def generated(self) -> int:
@@ -217,6 +236,10 @@ class Request:
         if lease is None:
             return seen
         limit = lease.limit(self.computed)
+        if self.mode is not None and self.mode.selects:
+            # An answer that is computed again comes a page at a time: what fills meanwhile no row chooses yet.
+            exact = self.computed < self.exact_end
+            limit = min(limit, self.exact_end if exact else self.computed + lease.page_tokens)
         if lease.absent and lease.loading:
             # Pages come from the other end: a short chunk does not compute many that are about to arrive.
             rows = rows_meanwhile(now_s - self.fetched_s, self.guessed_row_s, lease.page_tokens)

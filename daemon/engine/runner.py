@@ -6,19 +6,24 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.engine.batch import Addresses, Batch, Ints
+from tierd.daemon.engine.selection import Choosing, Selection, Wanted
+from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
     from tierd.daemon.engine.model.weights import ModelWeights
     from tierd.kernels.cpu.mixture import ExpertSource
+    from tierd.kernels.cpu.step import Choose
     from tierd.kernels.cpu.weights import Part, PlacedLayer, Rows
+    from tierd.tiers.picking import Picker
     from tierd.tiers.staging import Flow, Staging
 
 Logits = npt.NDArray[np.float32]
@@ -47,6 +52,8 @@ class Decoder(Protocol):
         pages: Addresses,
         page_offsets: Ints,
         logit_rows: Ints,
+        *,
+        between: Callable[[], None] | None = None,
     ) -> Logits: ...
 
     def start(self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints) -> None: ...
@@ -59,32 +66,7 @@ class Decoder(Protocol):
 
 
 class StreamedDecoder(Decoder, Protocol):
-    """One that takes weights as they come."""
-
-    def start(
-        self,
-        tokens: Ints,
-        positions: Ints,
-        row_seq: Ints,
-        page_offsets: Ints,
-        logit_rows: Ints,
-        rows: Rows | None = None,
-    ) -> None: ...
-
-    def layer(
-        self,
-        index: int,
-        memories: Sequence[Memory],
-        pages: Addresses,
-        placed: PlacedLayer | None = None,
-        experts: ExpertSource | None = None,
-    ) -> None: ...
-
-    def finish(self, head: Iterable[Part] | None = None) -> Logits: ...
-
-
-class BoundedDecoder(StreamedDecoder, Protocol):
-    """One whose rows may see less than all, see `kernels.rows.Bound`."""
+    """One that takes weights as they come, and whose rows may see less than all (`kernels.rows.Bound`)."""
 
     def forward(
         self,
@@ -96,6 +78,7 @@ class BoundedDecoder(StreamedDecoder, Protocol):
         page_offsets: Ints,
         logit_rows: Ints,
         bounds: Ints | None = None,
+        between: Callable[[], None] | None = None,
     ) -> Logits: ...
 
     def start(
@@ -108,6 +91,18 @@ class BoundedDecoder(StreamedDecoder, Protocol):
         rows: Rows | None = None,
         bounds: Ints | None = None,
     ) -> None: ...
+
+    def layer(
+        self,
+        index: int,
+        memories: Sequence[Memory],
+        pages: Addresses,
+        placed: PlacedLayer | None = None,
+        experts: ExpertSource | None = None,
+        choose: Choose | None = None,
+    ) -> None: ...
+
+    def finish(self, head: Iterable[Part] | None = None) -> Logits: ...
 
 
 @dataclass(slots=True)
@@ -144,6 +139,8 @@ class Runner:
         memories: the arenas that pages lie in.
         staging: reads streamed pages; None where there is no store.
         weights: those that are not in memory come from it; None when the decoder has all of them.
+        selections: makes what a sequence needs whose rows choose their pages; None where there is no such thing.
+        picker: reads pages that were chosen and are in no memory; None where there is no store.
         overlap: False reads each layer when it is needed, and not ahead: slower, and the same bits.
         clock: that of the staging.
     """
@@ -156,6 +153,8 @@ class Runner:
         staging: Staging | None = None,
         *,
         weights: ModelWeights | None = None,
+        selections: Callable[[], Selection] | None = None,
+        picker: Picker | None = None,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -164,27 +163,32 @@ class Runner:
         self._memories = tuple(memories)
         self._staging = staging
         self.weights = weights
+        self._selections = selections
+        self._picker = picker
         self._overlap = overlap
         self._clock = clock
 
     def run(
-        self, batch: Batch, streamed: Sequence[PageKey] = (), gives_way: Callable[[], bool] | None = None
-    ) -> Logits:
+        self, batch: Batch, streamed: Sequence[PageKey] = (), gives_way: Callable[[], bool] | None = None,
+        wanted: Sequence[Wanted] = (),
+    ) -> Logits:  # fmt: skip
         """Compute all rows, write their keys and values into their pages; logits `[L, vocab]`.
 
         `streamed` names the pages of the batch whose address is 0, in order. `gives_way` is asked before each layer
-        of a pass for which everything is in memory: True drops it. Raises GaveWay then, StagingLost when some pages
-        could not be read, WeightsLost when some weights could not: each time the step counts for nothing.
+        of a pass for which everything is in memory: True drops it. `wanted`: sequences whose rows choose their pages,
+        or will. Raises GaveWay when it was dropped, StagingLost or WeightsLost when some pages or weights could not be
+        read: each time the step counts for nothing.
         """
         weights = self.weights
+        choosing = Choosing(batch, wanted, self._picker, self._layout.layer_bytes) if wanted else None
         if streamed or self.reads_weights:
             with contextlib.ExitStack() as stack:
                 pages = self._open(stack, batch, streamed)
                 if weights is None or not weights.streams:
-                    return self._run_layers(batch, pages)
-                return self._run_weights(batch, pages, weights)
-        if gives_way is not None:
-            return self._run_layers(batch, _Pages(self._memories, batch.pages), gives_way)
+                    return self._run_layers(batch, pages, choosing)
+                return self._run_weights(batch, pages, weights, choosing)
+        if choosing is not None:
+            return self._run_layers(batch, _Pages(self._memories, batch.pages), choosing)
         arguments = (
             self._memories,
             batch.tokens,
@@ -194,13 +198,20 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
+        between = partial(_check, gives_way) if gives_way is not None else None
         if batch.bounds is not None:
-            return cast("BoundedDecoder", self._decoder).forward(*arguments, batch.bounds)
-        return self._decoder.forward(*arguments)
+            return cast("StreamedDecoder", self._decoder).forward(*arguments, batch.bounds, between)
+        return self._decoder.forward(*arguments, between=between)
 
     def hidden(self, rows: Ints) -> Hidden:
         """Hidden states `[len(rows), hidden]` of rows of the batch that was run last, after the final norm."""
         return self._decoder.hidden(rows)
+
+    def new_selection(self) -> Selection:
+        """What a sequence needs whose rows choose their pages. Raises Unsupported where no rows can."""
+        if self._selections is None:
+            raise Unsupported("pages can't be chosen here", hint="leave kv_mode out", param="kv_mode")
+        return self._selections()
 
     @property
     def reads_weights(self) -> bool:
@@ -210,12 +221,18 @@ class Runner:
     @property
     def streaming(self) -> dict[str, int | float]:
         """What was streamed since the start, and the memory that it takes now."""
-        return self._staging.statistics()._asdict() if self._staging is not None else {}
+        found = self._staging.statistics()._asdict() if self._staging is not None else {}
+        if self._picker is not None and found:
+            picked = self._picker.read_bytes
+            found |= {"read_bytes": found["read_bytes"] + picked, "picked_bytes": picked}
+        return found
 
     def rest(self) -> None:
         """No step follows soon: gives the memory of streamed pages back."""
         if self._staging is not None:
             self._staging.release()
+        if self._picker is not None:
+            self._picker.release()
 
     def _open(self, stack: contextlib.ExitStack, batch: Batch, streamed: Sequence[PageKey]) -> _Pages:
         """The pages of a step as each layer finds them."""
@@ -233,24 +250,28 @@ class Runner:
     def _start(self, batch: Batch, rows: Rows | None = None) -> None:
         """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds."""
         arguments = (batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
-        if batch.bounds is not None:
-            cast("BoundedDecoder", self._decoder).start(*arguments, rows, batch.bounds)
-        elif rows is not None:
-            cast("StreamedDecoder", self._decoder).start(*arguments, rows)
+        if rows is not None or batch.bounds is not None:
+            cast("StreamedDecoder", self._decoder).start(*arguments, rows, batch.bounds)
         else:
             self._decoder.start(*arguments)
 
-    def _run_layers(self, batch: Batch, pages: _Pages, gives_way: Callable[[], bool] = lambda: False) -> Logits:
+    def _run_layers(self, batch: Batch, pages: _Pages, choosing: Choosing | None) -> Logits:
         """The step layer by layer: pages that are streamed for one are read while those before it are computed."""
         decoder = self._decoder
         self._start(batch)
         for layer in range(self._layout.num_layers):
-            if gives_way():
-                raise GaveWay
-            decoder.layer(layer, pages.memories, pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S))
+            where = pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S)
+            if choosing is None:
+                decoder.layer(layer, pages.memories, where)
+            else:
+                choose = self._chooser(choosing, layer, pages.memories, where)
+                cast("StreamedDecoder", decoder).layer(layer, pages.memories, where, choose=choose)
+                choosing.learn(layer, where)
         return decoder.finish()
 
-    def _run_weights(self, batch: Batch, pages: _Pages, weights: ModelWeights) -> Logits:
+    def _run_weights(
+        self, batch: Batch, pages: _Pages, weights: ModelWeights, choosing: Choosing | None
+    ) -> Logits:
         """The same where weights are streamed, too."""
         decoder = cast("StreamedDecoder", self._decoder)
         rows = weights.open(batch.tokens, bool(len(batch.logit_rows)), self._clock() + WEIGHTS_TIMEOUT_S)
@@ -259,7 +280,28 @@ class Runner:
             where = pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S)
             deadline_s = self._clock() + WEIGHTS_TIMEOUT_S
             placed = weights.layer(layer, deadline_s)
-            decoder.layer(layer, pages.memories, where, placed, weights.experts(deadline_s))
+            experts = weights.experts(deadline_s)
+            if choosing is None:
+                decoder.layer(layer, pages.memories, where, placed, experts)
+            else:
+                choose = self._chooser(choosing, layer, pages.memories, where)
+                decoder.layer(layer, pages.memories, where, placed, experts, choose)
+                choosing.learn(layer, where)
         logits = decoder.finish(weights.head_parts(self._clock() + WEIGHTS_TIMEOUT_S))
         weights.end()
         return logits
+
+    def _chooser(
+        self, choosing: Choosing, layer: int, memories: Sequence[Memory], pages: Addresses
+    ) -> Choose | None:
+        """What the decoder asks in this layer; None where all rows know their pages."""
+        if not choosing.chooses:
+            return None
+        deadline_s = self._clock() + SECTION_TIMEOUT_S
+        return partial(choosing.choose, layer, deadline_s, memories, pages)
+
+
+def _check(gives_way: Callable[[], bool]) -> None:
+    """Raises GaveWay when a pass is to be dropped."""
+    if gives_way():
+        raise GaveWay

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from tierd.daemon.engine import batch, bounded
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.runner import Logits, Runner
-from tierd.daemon.engine.scheduler import pages_for
 from tierd.daemon.errors import EngineFailed
 from tierd.tiers.errors import StagingLost
 from tierd.tiers.lease import END, Lease
@@ -27,6 +26,8 @@ def generate(pager: Pager, runner: Runner, request: Request, max_rows: int, cloc
     `runner` should be one with `overlap=False`.
     """
     lease = pager.match(request.findable, request.salt)
+    if request.mode is not None and request.mode.selects:
+        request.selection = runner.new_selection()
     try:
         pager.fetch(lease, clock() + TIMEOUT_S)
         _wait(pager, clock, lambda: lease.ready or not pager.promoter.is_coming(lease))
@@ -53,17 +54,20 @@ def _step(
     start = request.computed = lease.skip(start)
     held = lease.held_until(start)
     room = max(held + pager.writable_pages * size, start + 1)
-    end = min(len(request.tokens), lease.limit(start), start + max_rows, room)
+    selects = bounded.chooses(request, start)
+    stop = start + 1 if selects else max(request.exact_end, start + 1) if request.keeps_all else len(request.tokens)
+    end = min(len(request.tokens), stop, lease.limit(start), start + max_rows, room)
     _wait(pager, clock, lambda: pager.allocate(lease, start, end) or lease.skip(start) > start)
     if not lease.has_slot(start // size):
         return None  # a streamed page has come back to memory just before it was to be computed
     bound = bounded.bound_of(request, start, size)
-    first = bound.base // size
-    pages = pager.tables.addresses(lease, pages_for(end, size), first, bound.lead)
+    wanted = bounded.wanted_by(request, lease, start, end, size)
+    pages, wanted = bounded.pages_of(pager, lease, end, bound, wanted)
     is_last = end == len(request.tokens)
     rows = batch.build([batch.Rows(request.tokens[start:end], start, pages, is_last, bound)], size)
     try:
-        logits = runner.run(rows, pager.tables.streamed(lease, pages, first, bound.lead))
+        streamed = pager.tables.streamed(lease, pages, bound.base // size, bound.lead)
+        logits = runner.run(rows, streamed, wanted=[] if wanted is None else [(0, wanted)])
     except StagingLost as lost:
         pager.tables.lose(lost, pager.leases)
         return None

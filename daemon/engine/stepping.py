@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tierd.daemon.engine import batch, scheduler
-from tierd.daemon.engine.bounded import bound_of
+from tierd.daemon.engine import batch, bounded, scheduler
+from tierd.daemon.engine.bounded import bound_of, chooses, wanted_by
 from tierd.daemon.engine.guesses import Costs, Guesses, Wish
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import GaveWay, Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates
+from tierd.daemon.engine.selection import Lesson, Pick
 from tierd.daemon.engine.speculate import MAX_DRAFT, Speculator
 from tierd.kernels.rows import Bound
 from tierd.tiers.errors import StagingLost
@@ -44,10 +45,11 @@ class Part:
     lease: Lease
     tokens: Sequence[int]
     start: int
-    wanted: int  # logits are wanted of so many of the last rows
+    sample: int  # logits are wanted of so many of the last rows
     pages: batch.Addresses
     streamed: list[PageKey]
     bound: Bound = Bound()  # what the rows see; it says which pages are given
+    wanted: Pick | Lesson | None = None  # the row chooses what it reads of its pages, or those after it will
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class Steps:
         work: list[Work] = []
         failed: list[tuple[Work, Exception]] = []
         for request, chunk in wanted:
+            if request.mode is not None and request.mode.selects and request.selection is None:
+                request.selection = self._runner.new_selection()
             item = Work(request, chunk, request.phase is Phase.DECODE, _parts(request, chunk, self._limits.page_tokens))
             try:
                 # Ask for all of them, even when one has to wait: what they get they keep.
@@ -128,9 +132,8 @@ class Steps:
         return [found for item in work if (found := self._located(item)) is not None], failed
 
     def _addressed(self, part: Part) -> Part:
-        size = self._limits.page_tokens
-        stop, first = scheduler.pages_for(_end(part), size), part.bound.base // size
-        return replace(part, pages=self._pager.tables.addresses(part.lease, stop, first, part.bound.lead))
+        pages, wanted = bounded.pages_of(self._pager, part.lease, _end(part), part.bound, part.wanted)
+        return replace(part, pages=pages, wanted=wanted)
 
     def _located(self, item: Work) -> Work | None:
         """The chunk with its pages as they lie now; None when one of them is nowhere any more."""
@@ -139,6 +142,8 @@ class Steps:
         for part in map(self._addressed, item.parts):
             lease, lead, first = part.lease, part.bound.lead, part.bound.base // self._limits.page_tokens
             needed = {*range(lead), *range(first, first + len(part.pages) - lead)} if lease.absent else set()
+            if lease.absent and isinstance(part.wanted, Pick):
+                return None  # any page may be chosen
             if (lease.absent - lease.filling.keys()) & needed:
                 return None
             parts.append(replace(part, streamed=tables.streamed(lease, part.pages, first, lead)))
@@ -151,7 +156,7 @@ class Steps:
         Raises whatever the computation raises.
         """
         parts = [part for item in work for part in item.parts]
-        rows = [batch.Rows(part.tokens, part.start, part.pages, part.wanted, part.bound) for part in parts]
+        rows = [batch.Rows(part.tokens, part.start, part.pages, part.sample, part.bound) for part in parts]
         started_s = self._clock()
         for item in work:
             item.request.times.started_s = item.request.times.started_s or started_s
@@ -159,7 +164,9 @@ class Steps:
         try:
             with self._totals.pace.step(sum(item.rows for item in work), self._clock):
                 built = batch.build(rows, self._limits.page_tokens)
-                logits = self._runner.run(built, streamed, awaited if self._may_give_way(work) else None)
+                wanted = [(place, part.wanted) for place, part in enumerate(parts) if part.wanted is not None]
+                gives_way = awaited if self._may_give_way(work) else None
+                logits = self._runner.run(built, streamed, gives_way, wanted)
         except StagingLost as lost:
             self._lose(lost)
             return None
@@ -170,7 +177,7 @@ class Steps:
         self._gave_way = False
         self._pool(work)
         self._measure(work, started_s, self._clock(), bool(streamed))
-        ends = np.cumsum([sum(part.wanted for part in item.parts) for item in work])
+        ends = np.cumsum([sum(part.sample for part in item.parts) for item in work])
         return np.split(logits, ends[:-1])
 
     def _may_give_way(self, work: list[Work]) -> bool:
@@ -227,8 +234,8 @@ class Steps:
         self._totals.steps += 1
         self._totals.step_s += now_s - started_s
         self._totals.prefill_rows += prefill_rows
-        bounded = any(item.request.mode is not None for item in work)
-        if prefill_rows and not decode_rows and not streamed and not bounded:
+        is_bounded = any(item.request.mode is not None for item in work)
+        if prefill_rows and not decode_rows and not streamed and not is_bounded:
             positions = sum(item.chunk.count * (item.chunk.start + item.chunk.count / 2) for item in work)
             self._estimator.add(prefill_rows, positions / prefill_rows, now_s - started_s)
             self._pager.residency.cost = self._estimator.cost
@@ -252,9 +259,19 @@ def _parts(request: Request, chunk: Chunk, page_tokens: int) -> list[Part]:
         newest = zip(beams.leases, beams.newest, strict=True)
         return [Part(branch, [token], start, 1, nowhere, []) for branch, token in newest]
     known = request.tokens[start : start + chunk.count]
+    if chooses(request, start):  # each on its own: they read different pages
+        last = chunk.count - 1
+        return [
+            Part(lease, [token], start + row, int(chunk.sample and row == last), nowhere, [],
+                 bound_of(request, start + row, page_tokens),
+                 wanted_by(request, lease, start + row, start + row + 1, page_tokens))
+            for row, token in enumerate(known)
+        ]  # fmt: skip
     drafted = request.draft.tokens[: chunk.count - len(known)]
-    wanted = 1 + len(drafted) if chunk.sample and request.embedding is None else 0
-    return [Part(lease, [*known, *drafted], start, wanted, nowhere, [], bound_of(request, start, page_tokens))]
+    sample = 1 + len(drafted) if chunk.sample and request.embedding is None else 0
+    bound = bound_of(request, start, page_tokens)
+    wanted = wanted_by(request, lease, start, start + len(known), page_tokens)
+    return [Part(lease, [*known, *drafted], start, sample, nowhere, [], bound, wanted)]
 
 
 def _end(part: Part) -> int:

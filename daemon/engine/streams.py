@@ -98,7 +98,7 @@ class Streams:
             most = min(self._limits.max_rows, self._pager.device.slots)
             self.fail(request, OutOfSpace(f"a step has room for {most} beams, not for {width}", param="beam_width"))
         elif not bounded.fits(self._pager, request):
-            self.fail(request, fetch.no_room(self._pager, len(request.tokens)))
+            self.fail(request, bounded.no_room(self._pager, request))
         elif (over := request.over) is not None:
             self._finish(request, over)
 
@@ -197,7 +197,7 @@ class Streams:
         """Take in what became of the pages of all requests."""
         for request in list(self._requests.values()):
             if not bounded.fits(self._pager, request):  # any more: a tier was turned off, or memory taken away
-                self.fail(request, fetch.no_room(self._pager, len(request.tokens)))
+                self.fail(request, bounded.no_room(self._pager, request))
             elif request.lease is not None:
                 self._advance(request, request.lease, now_s)
 
@@ -270,7 +270,7 @@ class Streams:
             end = item.chunk.start + item.chunk.count
             if not isinstance(exc, TierFull):
                 self.fail(item.request, exc)
-            elif max(end, *(part.lease.reached for part in item.parts)) > capacity and item.request.mode is None:
+            elif max(end, *(part.lease.reached for part in item.parts)) > capacity and item.request.keeps_all:
                 self.fail(item.request, fetch.no_room(self._pager, end))
             else:
                 self._preempt(item.request)  # its own newest page is in the way of an older one: begin again
@@ -387,6 +387,7 @@ class Streams:
 
     def _release(self, request: Request) -> None:
         """Give the lease back with every token that is complete in its pages: full ones and the tail stay known."""
+        request.selection = None
         lease, request.lease = request.lease, None
         if request.beams is not None and request.beams.forked:
             request.computed = 0

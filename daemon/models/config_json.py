@@ -1,8 +1,8 @@
 """`config.json` of a transformers model -> `ModelSpec`.
 
-Field names, defaults and the meaning of RoPE and window settings are those of the Llama, Mistral, Qwen2, Qwen3, Mixtral
-and Qwen3-MoE classes of transformers 5; its older spelling (`rope_scaling`, `rope_theta`) is read too. What the decoder
-can't compute is refused here, by name: a model that loads but answers wrongly would be worse.
+Field names, defaults and the meaning of RoPE and window settings are those of the classes of transformers 5 for Llama,
+Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and gpt-oss; its older spelling (`rope_scaling`, `rope_theta`) is read too.
+What the decoder can't compute is refused here, by name: a model that loads but answers wrongly would be worse.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-_MIXTURES = ("mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss")
+_MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20  # hidden, intermediate, heads
@@ -27,13 +27,24 @@ MAX_EXPERTS = 1024
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _ROPE_KEYS = frozenset(
     "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast "
-    "beta_slow attention_factor partial_rotary_factor finetuned".split()
+    "beta_slow attention_factor partial_rotary_factor finetuned truncate".split()
 )
 # Defaults of the configuration classes for keys that a file may leave out.
 _CONTEXT_DEFAULTS = {
     "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072, "qwen3_moe": 32768,
+    "gpt_oss": 131072,
 }  # fmt: skip
-_KV_HEADS_DEFAULTS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # else as many as there are heads
+_KV_HEADS_DEFAULTS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4, "gpt_oss": 8}  # else as many as there are heads
+_HEAD_DIM_DEFAULTS = {"qwen3": 128, "gpt_oss": 64}  # else the hidden size / heads
+_THETA_DEFAULTS = {"mixtral": 1e6, "gpt_oss": 150000.0}  # else 1e4
+_EPS_DEFAULTS = {"mixtral": 1e-5, "gpt_oss": 1e-5}  # else 1e-6
+_ROPE_DEFAULTS = {
+    "gpt_oss": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+_WINDOW_DEFAULTS = {"gpt_oss": 128}  # else 4096
 
 
 class Fields:
@@ -96,9 +107,10 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     hidden = fields.integer("hidden_size", MAX_WIDTH)
     num_layers = fields.integer("num_hidden_layers", MAX_LAYERS)
     context = fields.integer("max_position_embeddings", MAX_CONTEXT, _CONTEXT_DEFAULTS[family])
-    head_dim = fields.integer("head_dim", MAX_WIDTH, 128 if family == "qwen3" else max(1, hidden // heads))
-    rope = _rope(fields, context, 1e6 if family == "mixtral" else 1e4)
-    attention_bias = fields.flag("attention_bias") if family in ("llama", "qwen3", "qwen3_moe") else False
+    head_dim = fields.integer("head_dim", MAX_WIDTH, _HEAD_DIM_DEFAULTS.get(family, max(1, hidden // heads)))
+    rope = _rope(fields, family, context)
+    may_have_bias = family in ("llama", "qwen3", "qwen3_moe", "gpt_oss")
+    attention_bias = fields.flag("attention_bias", family == "gpt_oss") if may_have_bias else False
     spec = ModelSpec(
         family=family,
         num_layers=num_layers,
@@ -109,7 +121,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         head_dim=head_dim,
         vocab=fields.integer("vocab_size", MAX_VOCAB),
         context=_usable_context(context, rope),
-        norm_eps=fields.number("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
+        norm_eps=fields.number("rms_norm_eps", _EPS_DEFAULTS.get(family, 1e-6)),
         tied=fields.flag("tie_word_embeddings"),
         rope=rope,
         qkv_bias=True if family == "qwen2" else attention_bias,
@@ -119,6 +131,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         windows=_windows(fields, family, num_layers, context),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         experts=_experts(fields, family, num_layers) if family in _MIXTURES else None,
+        sink_logits=family == "gpt_oss",
     )
     return check_spec(spec, fields.where)
 
@@ -149,7 +162,9 @@ def _family(fields: Fields) -> str:
             f"architecture {family!r} ({names}) isn't supported; supported are {', '.join(FAMILIES)} "
             "(SmolLM2, TinyLlama and many others are llama)"
         )
-    if config.get("quantization_config"):
+    quantized = config.get("quantization_config")
+    is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+    if quantized and not (family == "gpt_oss" and is_mxfp4):
         raise fields.error("quantized safetensors (quantization_config) aren't supported; take a GGUF file")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.error(f"activation {config['hidden_act']!r} isn't supported, only silu is")
@@ -170,6 +185,17 @@ def _experts(fields: Fields, family: str, num_layers: int) -> ExpertsSpec | None
             renormalized=True,
             layers=tuple(range(num_layers)),
         )
+    if family == "gpt_oss":
+        return ExpertsSpec(
+            count=fields.integer("num_local_experts", MAX_EXPERTS, 128),
+            used=fields.integer("num_experts_per_tok", MAX_EXPERTS, 4),
+            intermediate=fields.integer("intermediate_size", MAX_WIDTH),
+            renormalized=True,  # a softmax over the chosen ones' logits
+            layers=tuple(range(num_layers)),
+            bias=True,
+            limit=fields.number("swiglu_limit", 7.0),
+            slope=fields.number("swiglu_alpha", 1.702),
+        )
     dense = fields.data.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise fields.error("mlp_only_layers must be a list of layers")
@@ -187,25 +213,24 @@ def _experts(fields: Fields, family: str, num_layers: int) -> ExpertsSpec | None
     )
 
 
-def _rope(fields: Fields, context: int, default_theta: float) -> RopeSpec:
+def _rope(fields: Fields, family: str, context: int) -> RopeSpec:
     """RoPE parameters from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     config = fields.data
-    raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    raw = config.get("rope_parameters") or config.get("rope_scaling") or _ROPE_DEFAULTS.get(family, {})
     if not isinstance(raw, dict):
         raise fields.error("rope_parameters must be an object")
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind not in _ROPE_KINDS:
         raise fields.error(f"RoPE kind {kind!r} isn't supported; supported are {', '.join(_ROPE_KINDS)}")
     unknown = sorted(k for k, v in raw.items() if k not in _ROPE_KEYS and v is not None)
-    if unknown == ["truncate"] and raw["truncate"] is True:
-        unknown = []
     if unknown:
         raise fields.error(f"RoPE setting {unknown[0]!r} isn't supported")
     partial = raw.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
     if partial != 1:
         raise fields.error("rotating only a part of each head (partial_rotary_factor) isn't supported")
     rope = Fields(raw, "config.json, rope_parameters")
-    theta = rope.number("rope_theta", Fields(config, fields.where).number("rope_theta", default_theta))
+    theta = Fields(config, fields.where).number("rope_theta", _THETA_DEFAULTS.get(family, 1e4))
+    theta = rope.number("rope_theta", theta)
     if kind == "default":
         return RopeSpec(theta=theta)
     factor = rope.number("factor")
@@ -232,6 +257,7 @@ def _rope(fields: Fields, context: int, default_theta: float) -> RopeSpec:
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=None if attention is None else rope.number("attention_factor"),
+        truncate=rope.flag("truncate", True),
     )
 
 
@@ -250,14 +276,18 @@ def _windows(fields: Fields, family: str, num_layers: int, context: int) -> tupl
     in_all = family in ("mistral", "mixtral")
     if in_all and config.get("sliding_window") is None and (family == "mixtral" or "sliding_window" in config):
         return ()
-    used = in_all or fields.flag("use_sliding_window")
-    window = fields.integer("sliding_window", MAX_CONTEXT, 4096) if used else 0
+    used = in_all or family == "gpt_oss" or fields.flag("use_sliding_window")
+    window = fields.integer("sliding_window", MAX_CONTEXT, _WINDOW_DEFAULTS.get(family, 4096)) if used else 0
     windows = (window,) * num_layers
     if not in_all and family != "qwen3_moe":  # whose max_window_layers and layer_types count for nothing
         types = config.get("layer_types")
         if types is None:
             first = fields.integer("max_window_layers", MAX_LAYERS, 28) if config.get("max_window_layers") != 0 else 0
-            types = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+            every_other = family == "gpt_oss"
+            types = [
+                "sliding_attention" if window and (i % 2 == 0 if every_other else i >= first) else "full_attention"
+                for i in range(num_layers)
+            ]
         if not isinstance(types, list) or len(types) != num_layers:
             raise fields.error(f"layer_types must list {num_layers} layers")
         unknown = {str(t) for t in types} - {"sliding_attention", "full_attention"}

@@ -12,6 +12,7 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
+from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.ggml_types import GgmlType
 from tierd.kernels.packing import KQuants, WeightFormat
 
@@ -19,6 +20,9 @@ U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
 
+# Of powers of two in fp16.
+_FP16_LOWEST, _FP16_HIGHEST = -24, 15
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # the numbers of MXFP4, doubled
 GROUP = 32  # columns that share a scale in the 32-element block types
 _LOW_NIBBLE = np.uint8(0x0F)
 
@@ -33,6 +37,10 @@ def dequantize(kind: GgmlType, raw: U8) -> F32:  # raw [rows, row_bytes] -> [row
             values = np.ascontiguousarray(raw).view("<f2").astype(np.float32)
         case GgmlType.BF16:
             values = (np.ascontiguousarray(raw).view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        case GgmlType.MXFP4:
+            doubled, exponents = _mxfp4(raw)
+            with np.errstate(over="ignore"):  # the caller checks that weights are finite
+                values = np.ldexp(_grouped(doubled), exponents[:, :, None] - 128)
         case GgmlType.Q8_0 | GgmlType.Q5_0 | GgmlType.Q4_0:
             quants, scale = split_int8(kind, raw)
             values = _grouped(quants) * scale.astype(np.float32)[:, :, None]
@@ -50,9 +58,22 @@ def dequantize(kind: GgmlType, raw: U8) -> F32:  # raw [rows, row_bytes] -> [row
 
 
 def split_int8(kind: GgmlType, raw: U8) -> tuple[npt.NDArray[np.int8], F16]:  # -> q [rows, cols], scale [rows, cols/32]
-    """Q8_0, Q5_0 or Q4_0 rows as signed bytes and scales: value = q * scale, exactly. Raises ValueError otherwise."""
+    """Q8_0, Q5_0, Q4_0 or MXFP4 rows as signed bytes and scales: value = q * scale, exactly. ValueError otherwise.
+
+    Numbers of MXFP4 are halves of whole ones up to 12, times a power of two. Raises ModelFileError for one that no fp16
+    number holds.
+    """
     rows = raw.shape[0]
     match kind:
+        case GgmlType.MXFP4:
+            doubled, exponents = _mxfp4(raw)
+            used = doubled.reshape(rows, -1, GROUP).any(axis=2)
+            exact = np.where(used, exponents, 128) - 128
+            if exact.size and not _FP16_LOWEST <= exact.min() <= exact.max() <= _FP16_HIGHEST:
+                raise ModelFileError(
+                    "weights of type MXFP4 with a scale that int8-g32 can't hold; pull it with --weights bf16"
+                )
+            return doubled, np.where(used, np.ldexp(np.float32(1), exact), 0).astype(np.float16)
         case GgmlType.Q8_0:
             blocks = _blocks(raw, 34)
             quants = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)
@@ -90,6 +111,12 @@ def split_affine(kind: GgmlType, raw: U8) -> tuple[U8, F16, F16]:  # -> q [rows,
         case _:
             raise ValueError(f"{kind.name} doesn't split into scales and minima for {GROUP} columns")
     return quants.reshape(rows, -1), _half(blocks, 0), minimum
+
+
+def _mxfp4(raw: U8) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:  # -> [rows, cols], [rows, cols / 32]
+    """Twice the numbers of blocks of MXFP4, and the exponents of two of their scales, 127 too large."""
+    blocks = _blocks(raw, 17)
+    return _E2M1[_nibbles(blocks[:, :, 1:])].reshape(raw.shape[0], -1), blocks[:, :, 0].astype(np.int32)
 
 
 def _times(scale: F16, factor: int) -> F16:

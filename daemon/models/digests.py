@@ -105,10 +105,16 @@ def model_digest(
 
 
 def _encoded(spec: ModelSpec) -> bytes:
-    """Dense models have the digest that they had before there were experts."""
+    """Without the fields that came later, where they say nothing: models keep the digest that they had before."""
     fields = msgspec.to_builtins(spec)
-    if spec.experts is None:
-        del fields["experts"]
+    for part, later in (
+        (fields["rope"], {"truncate": True}),
+        (fields["experts"] or {}, {"bias": False, "limit": 0.0, "slope": 0.0}),
+        (fields, {"experts": None, "sink_logits": False}),
+    ):
+        for name, nothing in later.items():
+            if name in part and part[name] == nothing:
+                del part[name]
     return msgspec.json.encode(fields)
 
 

@@ -21,6 +21,7 @@ class GgmlType(enum.IntEnum):
     Q5_K = 13
     Q6_K = 14
     BF16 = 30
+    MXFP4 = 39
 
 
 # id -> (name, elements of a block, bytes of a block), as ggml lays them out. Types that can't be read are here too:

@@ -48,6 +48,8 @@ _NAMES = {
     "up_bias": "ffn_up.bias",
     "down_bias": "ffn_down.bias",
     "router": "ffn_gate_inp.weight",
+    "router_bias": "ffn_gate_inp.bias",
+    "sink_logits": "attn_sinks.weight",
 }
 
 
@@ -68,7 +70,7 @@ def open_gguf(path: Path) -> ModelSource:
         if found is None:
             raise ModelFileError(f"{path.name}: tensor {name} is missing; the file is incomplete, fetch it again")
         used.add(name)
-        if part.expert >= 0 and found.num_dims == 3:
+        if part.expert >= 0 and found.num_dims == (2 if part.slot.endswith("_bias") else 3):
             found = _one_of(found, part, spec)
         read = functools.partial(file.read_rows, found)
         tensor = SourceTensor(name, readable(found.type_id), found.rows, found.cols, read)
@@ -91,10 +93,15 @@ def _name(part: PlannedPart, file: GgufFile) -> str:
     if part.layer < 0:
         return _NAMES[part.slot]
     name = f"blk.{part.layer}.{_NAMES[part.slot]}"
+    if part.slot == "mlp_norm" and name not in file.tensors:
+        return f"blk.{part.layer}.post_attention_norm.weight"  # of gpt-oss
     if part.expert < 0:
         return name
     single = f"blk.{part.layer}.ffn_{part.slot}.{part.expert}.weight"
-    return single if single in file.tensors else f"blk.{part.layer}.ffn_{part.slot}_exps.weight"
+    if single in file.tensors:
+        return single
+    slot, kind = part.slot.removesuffix("_bias"), "bias" if part.slot.endswith("_bias") else "weight"
+    return f"blk.{part.layer}.ffn_{slot}_exps.{kind}"
 
 
 def _one_of(found: GgufTensor, part: PlannedPart, spec: ModelSpec) -> GgufTensor:

@@ -1,4 +1,5 @@
-"""GGUF metadata -> `ModelSpec`: architectures `llama` (of Mistral and Mixtral, too), `qwen2`, `qwen3`, `qwen3moe`."""
+"""GGUF metadata -> `ModelSpec`: architectures `llama` (of Mistral and Mixtral, too), `qwen2`, `qwen3`, `qwen3moe`,
+`gpt-oss`."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ from tierd.daemon.models.ggml_types import readable
 from tierd.daemon.models.gguf_file import GgufFile
 from tierd.daemon.models.spec import ExpertsSpec, ModelSpec, RopeSpec
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-_FAMILIES = {"qwen3moe": "qwen3_moe"}  # where a name of transformers is another one
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss")
+_FAMILIES = {"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # where a name of transformers is another one
 
 ROPE_FREQS = "rope_freqs.weight"
 
 # Original contexts of llama3 scaling: Llama 3.1 to 3.3 stretch 8192 tokens. The file holds only the factors.
 _LLAMA3_ORIGINAL_CONTEXTS = (8192, 4096, 2048, 16384, 32768)
+# What files of gpt-oss don't say, as in its configuration.
+_GPT_OSS_LIMIT, _GPT_OSS_SLOPE = 7.0, 1.702
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 
@@ -73,6 +76,7 @@ def spec_from_gguf(file: GgufFile) -> ModelSpec:
         windows=_windows(meta, str(arch), num_layers, context),
         dtype="float32",
         experts=experts,
+        sink_logits=arch == "gpt-oss",
     )
     return check_spec(spec, where)
 
@@ -81,13 +85,16 @@ def _experts(file: GgufFile, meta: Fields, arch: str, num_layers: int, intermedi
     """The layers that have a router; None when the file speaks of no experts."""
     if not meta.data.get(f"{arch}.expert_count"):
         return None
-    if arch not in ("llama", "qwen3moe"):
-        raise meta.error(f"mixtures of experts aren't supported for {arch}, only for Mixtral (llama) and qwen3moe")
+    if arch not in ("llama", "qwen3moe", "gpt-oss"):
+        raise meta.error(
+            f"mixtures of experts aren't supported for {arch}, only for Mixtral (llama), qwen3moe and gpt-oss"
+        )
     if meta.data.get(f"{arch}.expert_shared_count"):
         raise meta.error("experts that every token goes through aren't supported")
     layers = tuple(n for n in range(num_layers) if f"blk.{n}.ffn_gate_inp.weight" in file.tensors)
     if not layers:
         raise meta.error("it speaks of experts, and no layer has any; the file is incomplete, fetch it again")
+    clamped = arch == "gpt-oss"
     return ExpertsSpec(
         count=meta.integer(f"{arch}.expert_count", MAX_EXPERTS),
         used=meta.integer(f"{arch}.expert_used_count", MAX_EXPERTS),
@@ -95,6 +102,9 @@ def _experts(file: GgufFile, meta: Fields, arch: str, num_layers: int, intermedi
         # llama.cpp does so for both architectures when the file says nothing.
         renormalized=meta.flag(f"{arch}.expert_weights_norm", True),
         layers=layers,
+        bias=clamped,
+        limit=_GPT_OSS_LIMIT if clamped else 0.0,
+        slope=_GPT_OSS_SLOPE if clamped else 0.0,
     )
 
 
@@ -128,10 +138,12 @@ def _windows(meta: Fields, arch: str, num_layers: int, context: int) -> tuple[in
     key = f"{arch}.attention.sliding_window"
     if not meta.data.get(key):
         return ()
-    if arch != "llama":
+    if arch not in ("llama", "gpt-oss"):
         raise meta.error(f"{key} doesn't say which layers it is for; take the safetensors form of this model")
     window = meta.integer(key, MAX_CONTEXT)
-    return (window,) * num_layers if window < context else ()
+    if window >= context:
+        return ()
+    return tuple(0 if arch == "gpt-oss" and layer % 2 else window for layer in range(num_layers))
 
 
 def _rope(file: GgufFile, meta: Fields, arch: str, head_dim: int, context: int) -> RopeSpec:
@@ -157,6 +169,7 @@ def _rope(file: GgufFile, meta: Fields, arch: str, head_dim: int, context: int) 
             original_context=meta.integer(prefix + "original_context_length", MAX_CONTEXT, context),
             beta_fast=meta.number(prefix + "yarn_beta_fast", 32.0),
             beta_slow=meta.number(prefix + "yarn_beta_slow", 1.0),
+            truncate=arch != "gpt-oss",  # as its configuration says
             attention_factor=None if scale == 1.0 else scale * (0.1 * math.log(max(1.0, factor)) + 1.0),
         )
     if kind not in ("none", "linear"):

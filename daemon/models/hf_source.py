@@ -23,6 +23,7 @@ from tierd.daemon.models.source import (
     merged_ids,
 )
 from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.models.stacked_experts import StackedExperts
 
 _MAX_JSON_BYTES = 4 << 20
 _MAX_TOKENIZER_BYTES = 128 << 20
@@ -37,6 +38,7 @@ _NAMES = {
     "q_bias": "self_attn.q_proj.bias",
     "k_bias": "self_attn.k_proj.bias",
     "v_bias": "self_attn.v_proj.bias",
+    "sink_logits": "self_attn.sinks",
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
     "o": "self_attn.o_proj.weight",
@@ -48,13 +50,15 @@ _NAMES = {
     "gate_bias": "mlp.gate_proj.bias",
     "up_bias": "mlp.up_proj.bias",
     "down_bias": "mlp.down_proj.bias",
+    "router_bias": "mlp.router.bias",
 }
-# Of mixtures, by family: the router, and how the matrices of an expert are called.
+# Of mixtures, by family: the router, and how the matrices of an expert are called (gpt-oss has all of them in one).
 _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate.weight", "block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
     "qwen3_moe": (
         "mlp.gate.weight", "mlp.experts", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
     ),
+    "gpt_oss": ("mlp.router.weight", "mlp.experts", {}),
 }  # fmt: skip
 _HEAD = "lm_head.weight"
 
@@ -83,13 +87,20 @@ def open_directory(directory: Path) -> ModelSource:
         raise
     prefix = "model." if "model.embed_tokens.weight" in tensors else ""
     used: set[str] = {_HEAD} if spec.tied else set()
+    stacked = StackedExperts(spec.experts, spec.hidden) if spec.experts and spec.family == "gpt_oss" else None
 
-    def find(part: PlannedPart) -> SourceTensor:
-        name = _HEAD if part.slot == "head" else prefix + _layer(part) + _name(part, spec.family)
+    def named(name: str) -> tuple[SafetensorsFile, SafeTensor]:
         if name not in tensors:
             raise ModelFileError(f"tensor {name} is missing from {directory.name}; fetch the model again")
         used.add(name)
-        file, found = tensors[name]
+        return tensors[name]
+
+    def find(part: PlannedPart) -> SourceTensor:
+        if stacked is not None and part.expert >= 0:
+            inside = f"{prefix}{_layer(part)}mlp.experts."
+            return stacked.part(part, lambda name: named(inside + name), f"{inside}gate_up_proj_blocks" in tensors)
+        name = _HEAD if part.slot == "head" else prefix + _layer(part) + _name(part, spec.family)
+        file, found = named(name)
         read = functools.partial(file.read_rows, found)
         return check_shape(SourceTensor(name, found.kind, found.rows, found.cols, read), part, found.num_dims)
 

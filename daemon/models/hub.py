@@ -9,6 +9,8 @@ from typing import Protocol
 from tierd.daemon.errors import DownloadFailed, TierdError
 
 ANSWER_S = 20.0  # for the list of a repository's files
+# In patterns of the hub `*` goes into folders: gpt-oss has its weights in one a second time.
+_IGNORED = ("*/*.safetensors*",)
 Progress = Callable[[str, int, int], None]  # stage, done, total (bytes; a total of 0 is unknown)
 
 
@@ -56,7 +58,7 @@ class HuggingFaceHub:
         try:
             path = snapshot_download(
                 repo, revision=revision, allow_patterns=list(patterns), local_files_only=offline,
-                endpoint=self._endpoint,
+                ignore_patterns=list(_IGNORED), endpoint=self._endpoint,
             )  # fmt: skip
         except Exception as exc:
             raise _failed(repo, exc) from exc

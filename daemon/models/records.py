@@ -65,13 +65,13 @@ def plan_records(spec: ModelSpec) -> list[PlannedRecord]:
     """
     embed = _matrix("embed", -1, ("embed", spec.vocab), cols=spec.hidden)
     final = _vector("final_norm", -1, ("final_norm", spec.hidden))
-    records = [PlannedRecord("embed", (embed,))]
+    records, experts = [PlannedRecord("embed", (embed,))], expert_names(spec)
     for i in range(spec.num_layers):
         records.append(PlannedRecord(f"layer.{i}", tuple(_layer(spec, i))))
         if spec.experts is not None and spec.has_experts(i):
             records += [
-                PlannedRecord(expert_record(i, expert), _mlp(spec, i, spec.experts.intermediate, expert))
-                for expert in range(spec.experts.count)
+                PlannedRecord(name, _mlp(spec, i, spec.experts.intermediate, spec.experts.bias, expert))
+                for expert, name in enumerate(experts[i])
             ]
     records.append(PlannedRecord("final", (final,)))
     if not spec.tied:
@@ -101,6 +101,8 @@ def _layer(spec: ModelSpec, layer: int) -> list[PlannedTensor]:
     ]
     if spec.qkv_bias:
         tensors.append(_vector("qkv_bias", layer, *((f"{slot}_bias", rows) for slot, rows in qkv)))
+    if spec.sink_logits:
+        tensors.append(_vector("sink_logits", layer, ("sink_logits", spec.heads)))
     if spec.qk_norm:
         tensors.append(_vector("q_norm", layer, ("q_norm", spec.head_dim)))
         tensors.append(_vector("k_norm", layer, ("k_norm", spec.head_dim)))
@@ -111,24 +113,25 @@ def _layer(spec: ModelSpec, layer: int) -> list[PlannedTensor]:
     if spec.experts is not None and spec.has_experts(layer):
         # Its rounding could send tokens elsewhere, and it is small.
         part = PlannedPart("router", layer, spec.experts.count, spec.hidden)
-        return [*tensors, PlannedTensor("router", (part,), vector=False, exact=True)]
-    gate_up, down = _mlp(spec, layer, spec.intermediate)
-    if not spec.mlp_bias:
-        return [*tensors, gate_up, down]
-    biases = [(f"{part.slot}_bias", part.rows) for part in gate_up.parts]
-    return [
-        *tensors,
-        gate_up,
-        _vector("gate_up_bias", layer, *biases),
-        down,
-        _vector("down_bias", layer, ("down_bias", spec.hidden)),
-    ]
+        tensors.append(PlannedTensor("router", (part,), vector=False, exact=True))
+        bias = _vector("router_bias", layer, ("router_bias", spec.experts.count))
+        return [*tensors, bias] if spec.experts.bias else tensors
+    return [*tensors, *_mlp(spec, layer, spec.intermediate, spec.mlp_bias)]
 
 
-def _mlp(spec: ModelSpec, layer: int, width: int, expert: int = -1) -> tuple[PlannedTensor, PlannedTensor]:
-    """The matrices of an MLP of a layer, or of an expert."""
+def _mlp(spec: ModelSpec, layer: int, width: int, bias: bool, expert: int = -1) -> tuple[PlannedTensor, ...]:
+    """An MLP of a layer, or an expert."""
     gate_up = _matrix("gate_up", layer, ("gate", width), ("up", width), cols=spec.hidden, expert=expert)
-    return gate_up, _matrix("down", layer, ("down", spec.hidden), cols=width, expert=expert)
+    down = _matrix("down", layer, ("down", spec.hidden), cols=width, expert=expert)
+    if not bias:
+        return gate_up, down
+    biases = (("gate_bias", width), ("up_bias", width))
+    return (
+        gate_up,
+        _vector("gate_up_bias", layer, *biases, expert=expert),
+        down,
+        _vector("down_bias", layer, ("down_bias", spec.hidden), expert=expert),
+    )
 
 
 def _matrix(name: str, layer: int, *parts: tuple[str, int], cols: int, expert: int = -1) -> PlannedTensor:
@@ -136,5 +139,5 @@ def _matrix(name: str, layer: int, *parts: tuple[str, int], cols: int, expert: i
     return PlannedTensor(name, planned, vector=False)
 
 
-def _vector(name: str, layer: int, *parts: tuple[str, int]) -> PlannedTensor:
-    return PlannedTensor(name, tuple(PlannedPart(slot, layer, 1, cols) for slot, cols in parts), vector=True)
+def _vector(name: str, layer: int, *parts: tuple[str, int], expert: int = -1) -> PlannedTensor:
+    return PlannedTensor(name, tuple(PlannedPart(slot, layer, 1, cols, expert) for slot, cols in parts), vector=True)

@@ -106,9 +106,15 @@ def unpermuted_vector(tensor: SourceTensor, head_dim: int) -> SourceTensor:
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|eom_id|>", "<|endoftext|>")
 
 
+# Of gpt-oss (harmony), where <|end|> ends each message of a turn.
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+
+
 def end_of_turn_ids(token_id: Callable[[str], int | None], template: str | None) -> list[int]:
     """Ids of the end-of-turn markers that the template mentions."""
-    ids = (token_id(text) for text in END_OF_TURN if template is not None and text in template)
+    harmony = template is not None and all(text in template for text in ("<|return|>", "<|channel|>"))
+    markers = _HARMONY_ENDS if harmony else END_OF_TURN
+    ids = (token_id(text) for text in markers if template is not None and text in template)
     return [i for i in ids if i is not None]
 
 

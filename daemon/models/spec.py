@@ -17,12 +17,14 @@ class RopeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True  # yarn: its ramp begins and ends at whole dimensions
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers whose second half is a mixture: a router sends each token through `used` of `count` small MLPs.
 
-    `renormalized`: the probabilities of those add up to one; otherwise they are those among all experts.
+    `renormalized`: the probabilities of those add up to one; otherwise they are those among all experts. `bias`:
+    routers and experts have biases. `limit` and `slope`: of gpt-oss' gate, clamped (kernels/cpu/ops.py); 0 for silu.
     """
 
     count: int
@@ -30,6 +32,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     intermediate: int  # of each expert
     renormalized: bool
     layers: tuple[int, ...]  # which ones, ascending; the others are dense
+    bias: bool = False
+    limit: float = 0.0
+    slope: float = 0.0
 
     @property
     def total(self) -> int:
@@ -38,9 +43,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decoder-only transformer of the Llama, Mistral, Qwen2 or Qwen3 kind, dense or with experts."""
+    """A decoder-only transformer of the Llama, Mistral, Qwen2, Qwen3 or gpt-oss kind, dense or with experts."""
 
-    family: str  # llama | mistral | qwen2 | qwen3 | mixtral | qwen3_moe
+    family: str  # llama | mistral | qwen2 | qwen3 | mixtral | qwen3_moe | gpt_oss
     num_layers: int
     hidden: int
     intermediate: int  # of a dense layer
@@ -59,6 +64,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     windows: tuple[int, ...] = ()  # sliding window per layer in tokens, 0 = full; empty = full everywhere
     dtype: str = "bfloat16"  # what the weights were published in
     experts: ExpertsSpec | None = None  # of a mixture
+    sink_logits: bool = False  # one a head, learned: it counts in attention like a token without a value
 
     @property
     def parameters(self) -> int:

@@ -39,6 +39,7 @@ class Cut(enum.Enum):
     QWEN2 = "qwen2"
     LLAMA3 = "llama3"
     TEKKEN = "tekken"
+    O200K = "o200k"
 
 
 # Names that converters write to `tokenizer.ggml.pre`, by the way of cutting that they mean.
@@ -48,6 +49,7 @@ _CUTS: dict[str, Cut] = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"), Cut.QWEN2),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe"), Cut.LLAMA3),
     "tekken": Cut.TEKKEN,
+    "gpt-4o": Cut.O200K,
 }
 # Those whose vocabulary is complete: a piece that is a token as it is isn't merged from its bytes.
 _WHOLE_PIECES = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
@@ -62,6 +64,10 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _TEKKEN = (
     rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
+)
+_O200K = (
+    rf"{_LEAD}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_LEAD}{_UPPER}+{_LOWER}*{_ENDINGS}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_TAIL}"
 )
 
 
@@ -204,6 +210,8 @@ def _pre_tokenizer(cut: Cut) -> pre_tokenizers.PreTokenizer:
             return _pattern(_LLAMA3)
         case Cut.TEKKEN:
             return _pattern(_TEKKEN)
+        case Cut.O200K:
+            return _pattern(_O200K)
         case _:
             assert_never(cut)
 

@@ -5,7 +5,7 @@ kernels can use, and never spends more bytes than needed for that:
 
     all parts Q4_0 or Q4_1                  int4-g32, the same integers, scales and minima
     all parts Q4_0, Q4_1, Q5_0 or Q5_1      int5-g32, the same
-    all parts Q8_0, Q5_0 or Q4_0            int8-g32, the same integers and scales
+    all parts Q8_0, Q5_0, Q4_0 or MXFP4     int8-g32, the same integers and scales (MXFP4: twice its numbers)
     all parts Q4_K                          int4-k, the same integers, scales and minima
     all parts Q4_K or Q5_K                  int5-k, the same
     all parts Q4_K, Q5_K or Q6_K            int8-k, the same
@@ -40,7 +40,7 @@ from tierd.kernels.packing import GROUP_COLS, PANEL_ROWS, KQuants, WeightFormat
 AUTO = "auto"
 _INT4_KINDS = frozenset({GgmlType.Q4_0, GgmlType.Q4_1})
 _INT5_KINDS = _INT4_KINDS | {GgmlType.Q5_0, GgmlType.Q5_1}
-_INT8_KINDS = frozenset({GgmlType.Q8_0, GgmlType.Q5_0, GgmlType.Q4_0})
+_INT8_KINDS = frozenset({GgmlType.Q8_0, GgmlType.Q5_0, GgmlType.Q4_0, GgmlType.MXFP4})
 _K_KINDS = frozenset({GgmlType.Q4_K, GgmlType.Q5_K, GgmlType.Q6_K})
 _FLOAT_KINDS = frozenset({GgmlType.F32, GgmlType.F16, GgmlType.BF16})
 _CHUNK_ELEMENTS = 1 << 20  # 4 MB of fp32 a chunk, some 20 MB with all temporaries

@@ -14,6 +14,9 @@ together in ascending order, M being the larger of both maxima:
 
     l = l1 * exp(m1 - M) + l2 * exp(m2 - M)      o = o1 * exp(m1 - M) + o2 * exp(m2 - M)      result = o / l
 
+A layer may have a *sink logit* s for each head, learned (gpt-oss): it counts like a token without a value, once, when
+all else has been put together: result = o / (l + exp(s - m)).
+
 A row may be *bounded* (`BOUND_BYTES` below): it sees a window of its own, and perhaps *sinks*, the first tokens of its
 sequence, with a query of their own. Their sums are put together with the others at the end.
 
@@ -241,7 +244,13 @@ def _sums_at(job, slot, head, segment):
 
 
 @njit(nogil=True, cache=True)
-def _attend_parts(job, layer_index, window, phase, scratch):
+def _logit_of(sink_logits, head):
+    """Where the sink logit of a query head lies, 0 for none."""
+    return sink_logits + 4 * head if sink_logits != 0 else _NONE
+
+
+@njit(nogil=True, cache=True)
+def _attend_parts(job, layer_index, window, sink_logits, phase, scratch):
     """Items are a part and some of its heads: results of rows that are whole in it, sums of the others."""
     group, row_bytes = job.heads // job.kv_heads, 4 * job.head_dim
     total = scratch + _total_offset(job)
@@ -266,7 +275,8 @@ def _attend_parts(job, layer_index, window, phase, scratch):
                 row, query_head = q // count, head + q % count
                 if slot < 0:
                     target = job.attended + (first_row + row) * job.attended_stride + query_head * row_bytes
-                    divide_sums(total + q * row_bytes, total_state + 8 * q, target, row_bytes)
+                    logit = _logit_of(sink_logits, query_head)
+                    divide_sums(total + q * row_bytes, total_state + 8 * q, logit, target, row_bytes)
                 else:
                     sums = _sums_at(job, slot + row, query_head, segment)
                     clear_sums(sums, sums + row_bytes, 1, row_bytes)
@@ -278,7 +288,7 @@ def _attend_parts(job, layer_index, window, phase, scratch):
 
 
 @njit(nogil=True, cache=True)
-def _merge_segments(job, layer_index, window, phase, scratch):
+def _merge_segments(job, layer_index, window, sink_logits, phase, scratch):
     """Items are a cut row and a query head: the sums over its segments, and its sinks, are put together."""
     row_bytes = 4 * job.head_dim
     total = scratch + _total_offset(job)
@@ -293,14 +303,18 @@ def _merge_segments(job, layer_index, window, phase, scratch):
             sums = _sums_at(job, slot, head, segment)
             merge_sums(total, total_state, sums, sums + row_bytes, row_bytes)
         _add_sinks(job, layer_index, window, row, head, np.int64(1), total, total_state, scratch)
-        divide_sums(total, total_state, job.attended + row * job.attended_stride + head * row_bytes, row_bytes)
+        target = job.attended + row * job.attended_stride + head * row_bytes
+        divide_sums(total, total_state, _logit_of(sink_logits, head), target, row_bytes)
         finish(phase, 1)
         item = take(phase, 1)
     wait_for(phase, items)
 
 
 @njit(nogil=True, cache=True)
-def attention(job, layer_index, window, phase, scratch):
-    """All rows of the batch, all heads: `ATTENTION_PHASES` phases, the second of which is empty without cut rows."""
-    _attend_parts(job, layer_index, window, phase, scratch)
-    _merge_segments(job, layer_index, window, phase + PHASE_BYTES, scratch)
+def attention(job, layer_index, window, sink_logits, phase, scratch):
+    """All rows of the batch, all heads: `ATTENTION_PHASES` phases, the second of which is empty without cut rows.
+
+    `sink_logits`: where the layer's are, float32 [heads]; 0 for none.
+    """
+    _attend_parts(job, layer_index, window, sink_logits, phase, scratch)
+    _merge_segments(job, layer_index, window, sink_logits, phase + PHASE_BYTES, scratch)

@@ -201,8 +201,12 @@ def merge_sums(total, total_state, out, state, row_bytes):
 
 
 @njit(nogil=True, cache=True)
-def divide_sums(total, total_state, target, row_bytes):
-    """The result of one query, from its sums over all that it sees."""
-    weight = splat(load_f32(total_state + 4))
+def divide_sums(total, total_state, sink_logit, target, row_bytes):
+    """The result of one query, from its sums over all that it sees. `sink_logit`, if it isn't 0: where a logit lies
+    that counts beside those of the tokens, and stands for no value."""
+    held = load_f32(total_state + 4)
+    if sink_logit != 0:
+        held += max8(exp8(splat(load_f32(sink_logit) - load_f32(total_state))))
+    weight = splat(held)
     for d in range(0, row_bytes, 32):
         store8(target + d, div(load8(total + d), weight))

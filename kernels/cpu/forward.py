@@ -24,6 +24,7 @@ LAYER = np.dtype(
         ("k_norm", np.int64),
         ("mlp_norm", np.int64),
         ("window", np.int64),  # tokens, 0 for all
+        ("sink_logits", np.int64),  # of each head; 0 for none
         ("qkv", MATRIX),
         ("o", MATRIX),
         ("gate_up", MATRIX),
@@ -39,6 +40,7 @@ JOB = np.dtype(
     [(name, np.int64) for name in ("num_layers", "hidden", "hidden_padded", "intermediate", "heads", "kv_heads")]
     + [("head_dim", np.int64), *PAGE_FIELDS]
     + [("norm_eps", np.float32), ("query_scale", np.float32)]
+    + [("gate_limit", np.float32), ("gate_slope", np.float32)]  # of experts, see ops.py; 0 for silu
     + [("embed", MATRIX), ("head", MATRIX)]
     + [(name, np.int64) for name in ("final_norm", "cos", "sin", "rope_stride", "threads", "block_queries")]
     + [(name, np.int64) for name in ("residual", "residual_stride", "normed", "qkv", "qkv_stride")]
@@ -59,15 +61,17 @@ JOB = np.dtype(
     # of bounded rows: a record each, their queries for sinks, where sinks lie, angles beyond the tables; bounds 0: none
     + [(name, np.int64) for name in ("bounds", "sink_queries", "sink_offsets", "far_cos", "far_sin")]
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
-    # of mixtures: what to do of a layer, groups to compute, and the layer whose experts are guessed, 0 for none
+    # what to do of a layer; of mixtures: groups to compute, and the layer whose experts are guessed, 0 for none
     + [(name, np.int64) for name in ("steps", "first_group", "stop_group", "foreseen_layer")]
 )
-UNTIL_GROUPS, GROUPS, COMBINE = 1, 2, 4  # of a mixture's layer; `steps` is their sum
-WHOLE_LAYER = UNTIL_GROUPS | GROUPS | COMBINE
+# Of a layer; `steps` is their sum. After the first one pages may be chosen, the last two are of mixtures.
+QUERIES, UNTIL_GROUPS, GROUPS, COMBINE = 8, 1, 2, 4
+WHOLE_LAYER = QUERIES | UNTIL_GROUPS | GROUPS | COMBINE
 ALL_GROUPS = -1  # a `stop_group`
 
 _PRODUCT_PHASES = 2
-_ATTENTION_HALF_PHASES = 3 + 2 * _PRODUCT_PHASES + ATTENTION_PHASES
+_QUERIES_PHASES = 2 + _PRODUCT_PHASES
+_ATTENTION_HALF_PHASES = _QUERIES_PHASES + 1 + _PRODUCT_PHASES + ATTENTION_PHASES
 _DENSE_PHASES = 1 + 2 * _PRODUCT_PHASES
 _MIXTURE_PHASES = _PRODUCT_PHASES + GROUPING_PHASES + GROUPS_PHASES + 1
 # A guess needs 4 phases more than a layer has. It belongs to a launch of one layer, in a model of several.
@@ -98,16 +102,21 @@ def _product(job, m, x, x_stride, y, y_stride, residual, rows, phase, tile):
 
 
 @njit(nogil=True, cache=True)
-def _attend(job, layer, index, at, scratch):
-    """`_ATTENTION_HALF_PHASES` phases: the first half of a layer, and the norm of the second."""
-    rows, normed, stride, tile = job.rows, job.normed, job.residual_stride, scratch + job.tile
+def _query(job, layer, index, at, tile):
+    """`_QUERIES_PHASES` phases: the queries of a layer, and its keys and values in their pages."""
+    rows, normed, stride = job.rows, job.normed, job.residual_stride
     norm(job, layer.attn_norm, normed, at)
     at += PHASE_BYTES
     _product(job, layer.qkv, normed, stride, job.qkv, job.qkv_stride, NO_RESIDUAL, rows, at, tile)
     at += _PRODUCT_PHASES * PHASE_BYTES
     rotate_and_write(job, index, layer.q_norm, layer.k_norm, at)
-    at += PHASE_BYTES
-    attention(job, index, layer.window, at, scratch)
+
+
+@njit(nogil=True, cache=True)
+def _attend(job, layer, index, at, scratch):
+    """The rest of `_ATTENTION_HALF_PHASES` phases: the first half of a layer, and the norm of the second."""
+    rows, normed, tile = job.rows, job.normed, scratch + job.tile
+    attention(job, index, layer.window, layer.sink_logits, at, scratch)
     at += ATTENTION_PHASES * PHASE_BYTES
     out, out_stride = job.product, job.product_stride
     _product(job, layer.o, job.attended, job.attended_stride, out, out_stride, job.residual, rows, at, tile)
@@ -169,13 +178,15 @@ def _run(job, layers, experts, worker):
         phase += PHASE_BYTES
     for index in range(max(job.first_stage - 1, 0), min(job.stop_stage - 1, job.num_layers)):
         layer = layers[index]
+        if job.steps & QUERIES:
+            _query(job, layer, index, phase, tile)
         if job.steps & UNTIL_GROUPS:
-            _attend(job, layer, index, phase, scratch)
+            _attend(job, layer, index, phase + _QUERIES_PHASES * PHASE_BYTES, scratch)
         at = phase + _ATTENTION_HALF_PHASES * PHASE_BYTES
-        if layer.first_expert < 0:
-            _dense(job, layer, at, tile)
-        else:
+        if layer.first_expert >= 0:
             _mixture(job, layers, experts, index, at, tile)
+        elif job.steps & UNTIL_GROUPS:
+            _dense(job, layer, at, tile)
         phase += PHASES_PER_LAYER * PHASE_BYTES
     if job.stop_stage > job.num_layers + 1:
         norm_logit_rows(job, phase)

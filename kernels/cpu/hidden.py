@@ -1,8 +1,9 @@
-"""The final hidden states of a pass: what the head is multiplied with, for those who want no logits."""
+"""What a pass leaves in its scratch, for those who want more of it than logits: final hidden states, queries."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +26,21 @@ def final_hidden(
     Returns:
         [len(rows), hidden], a copy.
     """
-    floats = stride_bytes // 4
-    count = (int(rows.max(initial=-1)) + 1) * floats
-    stream = np.ctypeslib.as_array((ctypes.c_float * count).from_address(residual)).reshape(-1, floats)
+    stream = _rows(residual, stride_bytes, int(rows.max(initial=-1)) + 1)
     x = stream[rows, :hidden]
     scale = 1 / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + np.float32(eps))
     states: Floats = x * scale.astype(np.float32) * norm[:hidden]
     return states
+
+
+def queries(job: Any) -> Floats:
+    """The queries [rows, heads, head_dim] of the layer that was computed last, normed, rotated and scaled: a view."""
+    rows, heads, head_dim = int(job["rows"]), int(job["heads"]), int(job["head_dim"])
+    found = _rows(int(job["qkv"]), int(job["qkv_stride"]), rows)[:, : heads * head_dim]
+    return found.reshape(rows, heads, head_dim)
+
+
+def _rows(address: int, stride_bytes: int, rows: int) -> Floats:
+    """Rows of float32 [rows, stride], where they lie."""
+    floats = stride_bytes // 4
+    return np.ctypeslib.as_array((ctypes.c_float * (rows * floats)).from_address(address)).reshape(rows, floats)

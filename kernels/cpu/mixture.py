@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.kernels.cpu.forward import ALL_GROUPS, COMBINE, GROUPS, UNTIL_GROUPS, WHOLE_LAYER
+from tierd.kernels.cpu.forward import ALL_GROUPS, COMBINE, GROUPS, QUERIES, UNTIL_GROUPS, WHOLE_LAYER
 from tierd.kernels.cpu.scratch import Scratch
 from tierd.kernels.cpu.weights import DecoderShape, WeightTable
 
@@ -39,7 +39,7 @@ def run_mixture(
     """
     if source is None:
         raise ValueError(f"experts of layer {index} are streamed: say where they come from")
-    job["steps"] = UNTIL_GROUPS
+    job["steps"] &= QUERIES | UNTIL_GROUPS  # the first of them may be done
     guesses = _can_guess(shape, weights, index + 1, int(job["rows"]))
     job["foreseen_layer"] = index + 1 if guesses else 0
     try:

@@ -201,9 +201,9 @@ def _products(job, layer, experts, groups, down, first, stop, phase, tile):
 
 @njit(nogil=True, cache=True)
 def _activate(job, layer, experts, groups, first, stop, phase):
-    """One phase: activated = silu(gate) * up in all slots of these groups, quantized if the expert's next matrix wants
-    that: to where the row was gathered, which its product has done with."""
-    width = job.expert_intermediate
+    """One phase: gate and up of all slots of these groups become one (`activate_columns`), quantized if the next
+    matrix of the expert wants that: to where the row was gathered, which its product has done with."""
+    width, limit, slope = job.expert_intermediate, job.gate_limit, job.gate_slope
     chunks = (width + _ACTIVATION_COLS - 1) // _ACTIVATION_COLS
     total = (stop - first) * chunks
     item = take(phase, 1)
@@ -214,7 +214,7 @@ def _activate(job, layer, experts, groups, first, stop, phase):
         integers = takes_integers(experts[layer.first_expert + expert].down)
         for s in range(slot, slot + count):
             out = job.expert_activated + s * job.activated_slot_stride
-            activate_columns(job.expert_gate_up + s * job.expert_stride, width, low, high, out)
+            activate_columns(job.expert_gate_up + s * job.expert_stride, width, low, high, limit, slope, out)
             if integers:
                 quantize_row(out, width, low, high, job.gathered + s * job.gathered_stride)
         finish(phase, 1)

@@ -16,6 +16,8 @@ from tierd.kernels.cpu.simd import (
     load8,
     load_i32,
     load_i64,
+    maximum,
+    minimum,
     mul,
     splat,
     store8,
@@ -180,10 +182,22 @@ def rotate_and_write(job, layer_index, q_norm, k_norm, phase):
 
 
 @njit(nogil=True, cache=True)
-def activate_columns(gate, width, first, stop, out):
-    """Columns first..stop of silu(gate) * up; `gate` is `width` columns, and up those behind it."""
+def activate_columns(gate, width, first, stop, limit, slope, out):
+    """Columns first..stop of silu(gate) * up; `gate` is `width` columns, and up those behind it.
+
+    With a limit L (gpt-oss): g / (1 + e^(-slope g)) * (u + 1), g being the gate, at most L, and u up, within -L..L.
+    """
     up = gate + 4 * width
     # The last vector may run over the end of the row, into the room its stride leaves.
+    if limit > 0:
+        for i in range(first, stop, 8):
+            # What is no number stays so: it comes second.
+            g = minimum(splat(limit), load8(gate + 4 * i))
+            u = maximum(splat(-limit), minimum(splat(limit), load8(up + 4 * i)))
+            decayed = exp8(mul(splat(-slope), g))
+            g = div(g, add(splat(np.float32(1)), decayed))
+            store8(out + 4 * i, fma(g, u, g))
+        return
     for i in range(first, stop, 8):
         g = load8(gate + 4 * i)
         decayed = exp8(sub(splat(np.float32(0)), g))
@@ -200,7 +214,7 @@ def activate(job, phase):
         row, first = item // chunks, item % chunks * _ACTIVATION_COLS
         gate, out = job.gate_up + row * job.gate_up_stride, job.activated + row * job.activated_stride
         stop = min(first + _ACTIVATION_COLS, job.intermediate)
-        activate_columns(gate, job.intermediate, first, stop, out)
+        activate_columns(gate, job.intermediate, first, stop, np.float32(0), np.float32(0), out)
         finish(phase, 1)
         item = take(phase, 1)
     wait_for(phase, total)

@@ -56,6 +56,7 @@ class Scratch:
         job, slots = self._job, max_rows * experts.used
         job["experts"], job["experts_used"] = experts.count, experts.used
         job["expert_intermediate"], job["renormalized"] = experts.intermediate, experts.renormalized
+        job["gate_limit"], job["gate_slope"] = experts.limit, experts.slope
         self._rows("router_logits", "router_stride", 4 * padded(experts.count), max_rows)
         quantized = quantized_row_bytes(max(shape.hidden, experts.intermediate))
         self._rows("gathered", "gathered_stride", max(4 * padded(shape.hidden), quantized), slots)

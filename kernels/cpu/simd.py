@@ -283,7 +283,8 @@ add = _binary(lambda b, x, y: b.fadd(x, y))
 sub = _binary(lambda b, x, y: b.fsub(x, y))
 mul = _binary(lambda b, x, y: b.fmul(x, y))
 div = _binary(lambda b, x, y: b.fdiv(x, y))
-maximum = _binary(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+maximum = _binary(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))  # y where either is no number
+minimum = _binary(lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))  # the same
 
 
 def emit_fold(b, v, combine):

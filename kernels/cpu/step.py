@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 
 from tierd.kernels.cpu.attention import SEGMENT_TOKENS, sums_bytes
 from tierd.kernels.cpu.batch import Addresses, Memory, Placed, check_pages, cut_attention, place
-from tierd.kernels.cpu.forward import JOB, num_stages, work
-from tierd.kernels.cpu.hidden import final_hidden
+from tierd.kernels.cpu.forward import JOB, QUERIES, WHOLE_LAYER, num_stages, work
+from tierd.kernels.cpu.hidden import final_hidden, queries
 from tierd.kernels.cpu.mixture import ExpertSource, run_mixture
 from tierd.kernels.cpu.pages import page_values
 from tierd.kernels.cpu.scratch import Scratch
@@ -43,15 +42,8 @@ from tierd.kernels.packing import PANEL_ROWS, PackedMatrix
 from tierd.kernels.rows import Batch, Ints
 
 Floats = NDArray[np.float32]
+Choose = Callable[[Floats], tuple[Sequence[Memory], Addresses]]  # queries to memories and pages
 Angles = Callable[[Ints], tuple[Floats, Floats]]  # positions to cos and sin [positions, head_dim / 2]
-
-
-@dataclass(slots=True)
-class _OpenPass:
-    """A pass between `start` and `finish`; keeps alive what the job names."""
-
-    batch: Placed
-    next_layer: int = 0
 
 
 class CpuDecoder:
@@ -87,7 +79,8 @@ class CpuDecoder:
         if cos.ndim != 2 or sin.shape != cos.shape or cos.shape[1] != shape.head_dim // 2 or not len(cos):
             raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
         self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
-        self._open: _OpenPass | None = None
+        self._placed: Placed | None = None  # the rows of the last pass, alive until the next one
+        self._next_layer: int | None = None  # of the pass that is open
         self._sums: Memory = np.empty(0, np.uint8)  # of attention; grows with what passes need
         self._sink_queries: Memory = np.empty(0, np.uint8)  # there once a pass has sinks
         self._far, self._far_angles = far, (np.empty(0, np.float32), np.empty(0, np.float32))
@@ -115,6 +108,7 @@ class CpuDecoder:
         page_offsets: Ints,
         logit_rows: Ints,
         bounds: Ints | None = None,
+        between: Callable[[], None] | None = None,
     ) -> Floats:
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
@@ -122,19 +116,25 @@ class CpuDecoder:
         `pages[page_offsets[s]:page_offsets[s + 1]]`: int64 addresses of records, each of them whole within one of the
         `memories` (writable uint8 arrays of any shape). It sees the tokens 0..positions[t] of its sequence, within the
         layer's window, or with `bounds` [sequences, 4] what `kernels.rows.Bound` says. The rows of a sequence are
-        adjacent and ascending. The other index arrays are int32. Raises ValueError, before any memory is touched, for
-        what doesn't fit. Drops a pass by layers that is not finished.
+        adjacent and ascending. The other index arrays are int32. `between` is called before each layer; what it
+        raises ends the pass. Raises ValueError, before any memory is touched, for what doesn't fit. Drops a pass by
+        layers that is not finished.
         """
         placed = self._place(Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds)
         check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))
         self.weights.require_all()
         self._require("embedding", self._embed)
         self._require("head", self._head)
-        self._open = None
         self._describe(placed)
         self._describe_pages(placed.batch, pages)
         logits = self._new_logits(len(logit_rows))
-        self._launch(range(num_stages(self.shape.num_layers)))
+        stages = range(num_stages(self.shape.num_layers))
+        if between is None:
+            self._launch(stages)
+            return logits[:, : self.shape.vocab]
+        for stage in stages:
+            between()
+            self._launch(range(stage, stage + 1))
         return logits[:, : self.shape.vocab]
 
     def start(
@@ -165,7 +165,7 @@ class CpuDecoder:
         self._describe(placed)
         if rows is not None:
             self._job["tokens"], self._job["embed"] = rows.tokens.ctypes.data, rows.matrix[0]
-        self._open = _OpenPass(placed)
+        self._next_layer = 0
         self._launch(range(1))
 
     def layer(
@@ -175,29 +175,43 @@ class CpuDecoder:
         pages: Addresses,
         placed: PlacedLayer | None = None,
         experts: ExpertSource | None = None,
+        choose: Choose | None = None,
     ) -> None:
         """Computes layer `index` of the open pass; `placed` is where its weights lie, if it has no place of its own,
         and `experts` brings its experts if not all of them have one.
+
+        With `choose` keys and values are written to `pages`; then it is given the queries [rows, heads, head_dim] of
+        the layer, normed, rotated and scaled, and says which pages are read, and the memories that they lie in. Those
+        that were written are to be among them, at their places.
 
         The layer's slice of page i lies at `pages[i] + index * layout.layer_bytes`, within one of the memories: pages
         may lie elsewhere in every layer, and the rest of a record need not be there. Raises ValueError, before any
         memory is touched, without an open pass, for any layer but the next one and for pages that don't fit.
         """
-        opened = self._opened()
-        if index != opened.next_layer or index >= self.shape.num_layers:
-            raise ValueError(f"layer {index} of {self.shape.num_layers} after {opened.next_layer} layers")
-        check_pages(pages, opened.batch.batch.page_offsets, memories, self.layout, range(index, index + 1))
+        batch, next_layer = self._opened()
+        if index != next_layer or index >= self.shape.num_layers:
+            raise ValueError(f"layer {index} of {self.shape.num_layers} after {next_layer} layers")
+        check_pages(pages, batch.page_offsets, memories, self.layout, range(index, index + 1))
         if placed is not None and placed.index == index:
             self.weights.put(placed)
         elif placed is not None or not self.weights.is_resident(index):
             raise ValueError(f"layer {index} is streamed: say where it lies")
-        opened.next_layer += 1
-        self._describe_pages(opened.batch.batch, pages)
-        if self.weights.experts.has_all(index):
-            self._launch(range(1 + index, 2 + index))
-            return
+        self._next_layer = next_layer + 1
         launch = partial(self._launch, range(1 + index, 2 + index))
-        run_mixture(self.shape, self._job, self._scratch, self.weights, index, experts, launch)
+        try:
+            if choose is not None:
+                self._job["steps"], self._job["pages"] = QUERIES, pages.ctypes.data
+                launch()
+                memories, pages = choose(queries(self._job))
+                check_pages(pages, batch.page_offsets, memories, self.layout, range(index, index + 1))
+                self._job["steps"] = WHOLE_LAYER & ~QUERIES
+            self._describe_pages(batch, pages)
+            if self.weights.experts.has_all(index):
+                launch()
+            else:
+                run_mixture(self.shape, self._job, self._scratch, self.weights, index, experts, launch)
+        finally:
+            self._job["steps"] = WHOLE_LAYER
 
     def finish(self, head: Iterable[Part] | None = None) -> Floats:
         """Closes the open pass: logits [len(logit_rows), vocab]. Raises ValueError before its last layer is done.
@@ -205,17 +219,17 @@ class CpuDecoder:
         `head` gives the parts of the head in order where the decoder has none itself. Each is asked for when the one
         before it has been computed. A pass without logits asks for none.
         """
-        opened, num_layers = self._opened(), self.shape.num_layers
-        if opened.next_layer != num_layers:
-            raise ValueError(f"the open pass has {opened.next_layer} of {num_layers} layers")
-        logits = self._new_logits(len(opened.batch.batch.logit_rows))
+        (batch, next_layer), num_layers = self._opened(), self.shape.num_layers
+        if next_layer != num_layers:
+            raise ValueError(f"the open pass has {next_layer} of {num_layers} layers")
+        logits = self._new_logits(len(batch.logit_rows))
         stages = range(num_layers + 1, num_layers + 2)
         if head is None:
             self._require("head", self._head)
             self._launch(stages)
         elif len(logits):
             self._launch_parts(head, stages)
-        self._open = None
+        self._next_layer = None
         return logits[:, : self.shape.vocab]
 
     def hidden(self, rows: Ints) -> Floats:
@@ -256,12 +270,13 @@ class CpuDecoder:
             raise ValueError("the decoder is closed")
         return place(batch, bounds, self.shape.vocab, self.context, self.max_rows, self._far is not None)
 
-    def _opened(self) -> _OpenPass:
+    def _opened(self) -> tuple[Batch, int]:
+        """The rows of the open pass, and its next layer."""
         if not self._team.close.alive:
             raise ValueError("the decoder is closed")
-        if self._open is None:
+        if self._placed is None or self._next_layer is None:
             raise ValueError("no pass is open: start one first")
-        return self._open
+        return self._placed.batch, self._next_layer
 
     @staticmethod
     def _require(name: str, matrix: PackedMatrix | None) -> None:
@@ -283,9 +298,9 @@ class CpuDecoder:
             raise ValueError(f"the parts of the head end at panel {done}")
 
     def _describe(self, placed: Placed) -> None:
-        """Names the rows in the job."""
+        """Names the rows in the job. No pass by layers is open afterwards."""
         job, batch = self._job, placed.batch
-        self._placed = placed  # alive until the next one
+        self._placed, self._next_layer = placed, None
         for name in Batch._fields:
             job[name] = getattr(batch, name).ctypes.data
         job["rows"], job["num_logits"] = len(batch.tokens), len(batch.logit_rows)

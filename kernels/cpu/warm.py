@@ -12,6 +12,7 @@ from tierd.kernels.cpu.attention import attention
 from tierd.kernels.cpu.forward import JOB
 from tierd.kernels.cpu.matmul import MATRIX, matmul
 from tierd.kernels.cpu.microkernel import direct
+from tierd.kernels.cpu.selection import compile_selection
 from tierd.kernels.cpu.weights import DecoderShape, LayerWeights
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
@@ -26,7 +27,8 @@ def warm_up(make_decoder: type[CpuDecoder], progress: Callable[[int, int], None]
     stages: list[Callable[[], object]] = [
         lambda: direct.compile((address,) * 12),
         lambda: matmul.compile((from_dtype(MATRIX), *[address] * 10)),
-        lambda: attention.compile((from_dtype(JOB), *[address] * 4)),
+        lambda: attention.compile((from_dtype(JOB), *[address] * 5)),
+        compile_selection,
         lambda: _tiny_pass(make_decoder),
     ]
     for done, stage in enumerate(stages):

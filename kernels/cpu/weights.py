@@ -25,7 +25,8 @@ Ints = NDArray[np.int32]
 class ExpertsShape:
     """Sizes of mixtures: rows of `layers` (ascending) go through `used` of `count` experts, `intermediate` wide.
 
-    `renormalized`: the shares of the experts that a row goes through add up to one.
+    `renormalized`: the shares of the experts that a row goes through add up to one. `bias`: experts and routers have
+    biases. `limit` and `slope`: of a clamped gate (see `ops.activate_columns`); 0 for silu.
     """
 
     count: int
@@ -33,6 +34,9 @@ class ExpertsShape:
     intermediate: int
     renormalized: bool
     layers: tuple[int, ...]
+    bias: bool = False
+    limit: float = 0.0
+    slope: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.used <= self.count or self.intermediate <= 0 or not self.layers:
@@ -79,18 +83,23 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert; `gate_up` holds the gate's rows first, then those of up."""
+    """One expert; `gate_up` holds the gate's rows first, then those of up.
+
+    Biases are read where they are, filled up to whole panels with zeros.
+    """
 
     gate_up: PackedMatrix
     down: PackedMatrix
+    gate_up_bias: Floats | None = None
+    down_bias: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer. `gate_up` holds the gate's rows first, then those of up; a bias or norm that is absent is None.
 
-    A mixture has a router instead of `gate_up` and `down`, and `experts`, or those that are in
-    memory.
+    A mixture has a router instead of `gate_up` and `down`, and `experts`, or those that are in memory. `sink_logits`
+    count in attention like a token each, without a value.
     """
 
     attn_norm: Floats  # [hidden]
@@ -106,6 +115,8 @@ class LayerWeights:
     gate_up_bias: Floats | None = None
     down_bias: Floats | None = None
     router: PackedMatrix | None = None
+    router_bias: Floats | None = None
+    sink_logits: Floats | None = None  # [heads]
     experts: tuple[ExpertWeights | None, ...] = ()
 
 
@@ -163,12 +174,13 @@ class WeightTable:
             raise ValueError(f"qk_norm is {shape.qk_norm}, the layer's q_norm and k_norm say otherwise")
         record["q_norm"] = _vector(placed, "q_norm", layer.q_norm, shape.head_dim)
         record["k_norm"] = _vector(placed, "k_norm", layer.k_norm, shape.head_dim)
+        record["sink_logits"] = _vector(placed, "sink_logits", layer.sink_logits, shape.heads)
         record["first_expert"] = self.experts.first(index)
         matrices = [("qkv", shape.qkv_rows, shape.hidden), ("o", shape.hidden, attended)]
         if shape.experts is not None and record["first_expert"] >= 0:
             if layer.router is None:
                 raise ValueError(f"layer {index} is a mixture and has no router")
-            describe_checked("router", layer.router, shape.experts.count, shape.hidden, record["router"])
+            matrices.append(("router", shape.experts.count, shape.hidden))
         else:
             matrices += [("gate_up", 2 * shape.intermediate, shape.hidden), ("down", shape.hidden, shape.intermediate)]
         for name, rows, cols in matrices:
@@ -232,8 +244,14 @@ class ExpertTable:
         if experts is None or layer not in self._firsts or not 0 <= expert < experts.count:
             raise ValueError(f"there is no expert {expert} in layer {layer}")
         record = self.records[self._firsts[layer] + expert]
-        describe_checked("gate_up", weights.gate_up, 2 * experts.intermediate, shape.hidden, record["gate_up"])
-        describe_checked("down", weights.down, shape.hidden, experts.intermediate, record["down"])
+        for name, rows, cols in (
+            ("gate_up", 2 * experts.intermediate, shape.hidden), ("down", shape.hidden, experts.intermediate),
+        ):  # fmt: skip
+            describe_checked(name, getattr(weights, name), rows, cols, record[name])
+            bias: Floats | None = getattr(weights, f"{name}_bias")
+            if (bias is not None) != experts.bias or (bias is not None and bias.shape != (padded(rows),)):
+                raise ValueError(f"{name}_bias must be {padded(rows) if experts.bias else None}, got {bias!r:.80}")
+            record[name]["bias"] = 0 if bias is None else bias.ctypes.data
 
     def keep(self, layer: int, expert: int, weights: ExpertWeights) -> None:
         """The expert stays there."""

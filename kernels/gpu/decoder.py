@@ -169,7 +169,7 @@ class GpuDecoder:
 
     def forward(
         self, memories: Sequence[Any], tokens: Ints, positions: Ints, row_seq: Ints, pages: Addresses,
-        page_offsets: Ints, logit_rows: Ints,
+        page_offsets: Ints, logit_rows: Ints, *, between: Callable[[], None] | None = None,
     ) -> Floats:  # fmt: skip
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
@@ -177,6 +177,12 @@ class GpuDecoder:
         at multiples of 64 bytes, and `memories` are arrays or ranges (`address`, `nbytes`) that the card can read and
         write. Returns when the card is done. Raises ValueError, before any memory is touched, for what doesn't fit.
         """
+        if between is not None:
+            self.start(tokens, positions, row_seq, page_offsets, logit_rows)
+            for layer in range(len(self._layers)):
+                between()
+                self.layer(layer, memories, pages)
+            return self.finish()
         arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
         check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
         self._open = None

@@ -23,7 +23,7 @@ from tierd.kernels.reference.paged import put_tokens
 from tierd.kernels.rows import Bound
 
 if TYPE_CHECKING:
-    from tierd.kernels.cpu.weights import DecoderShape, ExpertWeights, LayerWeights
+    from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights
 
 
 def weights(matrix: PackedMatrix) -> torch.Tensor:  # [rows, cols]
@@ -80,6 +80,7 @@ def attention_bounded(
     inverse: torch.Tensor,  # [head_dim / 2]
     bound: Bound,
     window: int = 0,  # the layer's
+    sink_logits: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:  # [rows, heads, head_dim], float64
     """Attention as StreamingLLM (arXiv 2309.17453) says it: what a row sees is a cache whose keys are rotated to their
     places in it. `bound.lead` and `bound.base` have no meaning here: all tokens are given."""
@@ -102,8 +103,15 @@ def attention_bounded(
         v = values.double()[tokens][seen].repeat_interleave(group, 1)
         q = rope(queries[row : row + 1].double(), *angles(places[-1:], inverse))[0]
         scores = torch.einsum("hd,thd->ht", q, k) / math.sqrt(queries.shape[2])
-        out[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+        out[row] = torch.einsum("ht,thd->hd", _weights_of(scores, sink_logits), v)
     return out
+
+
+def _weights_of(scores: torch.Tensor, sink_logits: torch.Tensor | None) -> torch.Tensor:  # [heads, tokens] both
+    """The softmax of scores, among which the sink logit of a head counts as one more, whose token has no value."""
+    if sink_logits is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sink_logits.to(scores.dtype)[:, None]), -1).softmax(-1)[:, :-1]
 
 
 def attention(
@@ -113,8 +121,12 @@ def attention(
     positions: Sequence[int],
     tables: Sequence[Sequence[int]],  # the pages of each row's sequence
     window: int = 0,
+    sink_logits: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:  # [rows, heads, head_dim]
-    """Causal attention of each row over the pages of its sequence; `window` tokens back, or all for 0."""
+    """Causal attention of each row over the pages of its sequence; `window` tokens back, or all for 0.
+
+    `sink_logits`: those that a model learned (gpt-oss).
+    """
     out = torch.empty_like(queries)
     group = queries.shape[1] // keys.shape[1]
     for row, (position, table) in enumerate(zip(positions, tables, strict=True)):
@@ -123,7 +135,7 @@ def attention(
         k = torch.cat([keys[slot].float() for slot in table], 1)[:, seen].repeat_interleave(group, 0)
         v = torch.cat([values[slot].float() for slot in table], 1)[:, seen].repeat_interleave(group, 0)
         scores = torch.einsum("hd,htd->ht", queries[row], k) / math.sqrt(queries.shape[2])
-        out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), v)
+        out[row] = torch.einsum("ht,htd->hd", _weights_of(scores, sink_logits), v)
     return out
 
 
@@ -168,9 +180,10 @@ def forward(
             record = torch.from_numpy(arena[slot])
             put_tokens(record, layout, index, k[row, :, None], v[row, :, None], position % layout.page_tokens)
         keys, values = pages(arena, layout, index)
+        sink_logits = _optional(layer.sink_logits)
         if inverse is None:
             q = rope(q, cos_rows, sin_rows)
-            attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index])
+            attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index], sink_logits)
         else:
             attended = torch.empty_like(q)
             for s, bound in enumerate(bounds):
@@ -179,7 +192,7 @@ def forward(
                 k, v = (torch.cat([plane[slot] for slot in table], 1).transpose(0, 1) for plane in (keys, values))
                 places = at[mine].tolist()
                 attended[mine] = attention_bounded(
-                    q[mine], k, v, places, inverse, bound, shape.windows[index]
+                    q[mine], k, v, places, inverse, bound, shape.windows[index], sink_logits
                 ).float()
         x = x + matmul(attended.flatten(1), layer.o, _optional(layer.o_bias))
         normed = rms_norm(x, torch.from_numpy(layer.mlp_norm), shape.norm_eps)
@@ -194,14 +207,28 @@ def _mlp(shape: DecoderShape, layer: LayerWeights, x: torch.Tensor) -> torch.Ten
     def one(part: LayerWeights | ExpertWeights, rows: torch.Tensor) -> torch.Tensor:
         gate_up, down = part.gate_up, part.down
         assert gate_up is not None and down is not None
-        gate, up = matmul(rows, gate_up, _optional(getattr(part, "gate_up_bias", None))).chunk(2, -1)
-        activated = torch.nn.functional.silu(gate) * up
-        return matmul(activated, down, _optional(getattr(part, "down_bias", None)))
+        gate, up = matmul(rows, gate_up, _bias(part.gate_up_bias, gate_up)).chunk(2, -1)
+        clamped = shape.experts if layer.router is not None else None
+        return matmul(activate(gate, up, clamped), down, _bias(part.down_bias, down))
 
     if layer.router is None or shape.experts is None:
         return one(layer, x)
     experts = [partial(one, expert) for expert in layer.experts if expert is not None]
-    return mixture(x, matmul(x, layer.router), shape.experts.used, shape.experts.renormalized, experts)
+    logits = matmul(x, layer.router, _optional(layer.router_bias))
+    return mixture(x, logits, shape.experts.used, shape.experts.renormalized, experts)
+
+
+def activate(gate: torch.Tensor, up: torch.Tensor, experts: ExpertsShape | None = None) -> torch.Tensor:
+    """silu(gate) * up, or what experts with a clamped gate make of both."""
+    if experts is None or not experts.limit:
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+    return gate * torch.sigmoid(experts.slope * gate) * (up + 1)
+
+
+def _bias(vector: NDArray[np.float32] | None, matrix: PackedMatrix) -> torch.Tensor | None:
+    """Without what fills it up to whole panels."""
+    return None if vector is None else torch.from_numpy(vector[: matrix.rows])
 
 
 def _optional(vector: NDArray[np.float32] | None) -> torch.Tensor | None:

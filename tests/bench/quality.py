@@ -9,7 +9,8 @@ formats walk through a window in step with fp32 pages. A format is measured thro
 run it. A ladder is not: its pages are fp32, and what is older than the newest `--exact-last` tokens, the first
 `--exact-first` pages apart, is replaced by what packed pages would give back, 16 tokens at a time.
 
-A mode is measured through the kernels, over fp32 pages. With `--endless` one text of so many tokens, beyond the model's
+A mode is measured through the kernels, over fp32 pages. With `select=K` every token beyond the first K pages counts as
+one of an answer: in a daemon the prompt is exact. With `--endless` one text of so many tokens, beyond the model's
 context, is fed in, and the perplexity of each eighth of it is told: it shows whether a mode stays stable.
 
 KL is the mean over tokens of the divergence of the distribution from the exact one, in nats. The error is that of the
@@ -33,13 +34,18 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tierd.daemon import kv_mode
+from tierd.daemon.engine.batch import Batch
 from tierd.daemon.engine.model.load import Weights, load_weights
 from tierd.daemon.engine.model.rope import angles, frequencies, tables
+from tierd.daemon.engine.runner import Runner
+from tierd.daemon.engine.selection import Pick, Selection, Wanted
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels import reference
+from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PAGE_FORMATS, PAGE_TOKENS, PageLayout
+from tierd.tiers.page import PageKey
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHUNK_TOKENS = 256
@@ -107,6 +113,67 @@ class Bounded(Subject):
             [self.arena], tokens, rows + np.int32(start), np.zeros(len(rows), np.int32), pages,
             np.array([0, len(pages)], np.int32), rows, np.array([bound], np.int32),
         )  # fmt: skip
+
+
+class Selecting(Subject):
+    """fp32 pages of which each row reads those that it chooses, as if all after the first of them were an answer."""
+
+    def __init__(self, text: str, weights: Weights, spec: ModelSpec, context: int) -> None:
+        mode = kv_mode.parse(text)
+        if mode is None or not mode.selects:
+            raise ValueError(f"{text!r} selects no pages")
+        super().__init__(text, weights, spec, "fp32", context)
+        self.mode, self._context = mode, context
+        self._selection = Selection(PageBounds(self.layout, spec.heads), weights.shape.windows)
+
+    @property
+    def token_bytes(self) -> float:
+        return super().token_bytes * min(1, self.mode.read / self._context)
+
+    def logits(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+        split = max(0, min(self.mode.read - start, len(tokens)))
+        parts = [self.exact(tokens[:split], start)] if split else []
+        if split:
+            self.learn((start + split) // PAGE_TOKENS)
+        starts = range(split, len(tokens), PAGE_TOKENS)
+        parts += [self.chosen(tokens[at : at + PAGE_TOKENS], start + at) for at in starts]
+        return np.concatenate(parts)
+
+    def exact(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+        """Rows that read all before them."""
+        return super().logits(tokens, start)
+
+    def learn(self, pages: int) -> None:
+        """Takes the bounds of the first pages."""
+        for layer in range(self.layout.num_layers):
+            self._selection.bounds.learn(layer, 0, self._pages[:pages])
+
+    def chosen(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+        """Rows that choose, each of which is a sequence of its own."""
+        rows, count = np.arange(len(tokens), dtype=np.int32), self.mode.read // PAGE_TOKENS
+        positions = rows + np.int32(start)
+        base = (positions // PAGE_TOKENS + 1) * PAGE_TOKENS - self.mode.read
+        batch = Batch(
+            tokens, positions, rows, self._pages[positions // PAGE_TOKENS].repeat(count),
+            np.arange(0, count * len(rows) + 1, count, dtype=np.int32), rows,
+            np.stack((0 * base, 0 * base, 0 * base, base), 1, dtype=np.int32),
+        )  # fmt: skip
+        wanted: list[Wanted] = [
+            (row, Pick(self._selection, self._pages[: at // PAGE_TOKENS + 1], _nobody, (at + 1) % PAGE_TOKENS == 0))
+            for row, at in enumerate(positions.tolist())
+        ]
+        return Runner(self._decoder, self.layout, [self.arena]).run(batch, wanted=wanted)
+
+
+def _nobody(place: int) -> PageKey:
+    raise AssertionError(f"page {place} is in memory")
+
+
+def bounded(text: str, weights: Weights, spec: ModelSpec, context: int) -> Subject:
+    """The subject of a mode."""
+    mode = kv_mode.parse(text)
+    selects = mode is not None and mode.selects
+    return (Selecting if selects else Bounded)(text, weights, spec, context)
 
 
 class Ladder(Subject):
@@ -201,7 +268,7 @@ def tell_endless(modes: list[str], weights: Weights, spec: ModelSpec, tokens: In
     print(f"one text of {len(tokens)} tokens, the model's context holds {spec.context}")
     print("| mode | " + " | ".join(f"{eighth}/8" for eighth in range(1, 9)) + " |\n|" + " --- |" * 9)
     for text in modes:
-        found = endless(Bounded(text, weights, spec, len(tokens)), tokens)
+        found = endless(bounded(text, weights, spec, len(tokens)), tokens)
         print(f"| {text} | " + " | ".join(f"{perplexity:.2f}" for perplexity in found) + " |", flush=True)
 
 
@@ -236,7 +303,7 @@ def main() -> None:
     subjects = [Subject(name, weights, spec, name, context) for name in ("fp32", *formats)]
     last_pages = options.exact_last // PAGE_TOKENS
     subjects += [Ladder(weights, spec, name, context, options.exact_first, last_pages) for name in ladders]
-    subjects += [Bounded(mode, weights, spec, context) for mode in options.mode]
+    subjects += [bounded(mode, weights, spec, context) for mode in options.mode]
     found = measure(subjects, tokens, context)
     exact_bytes = found["fp32"]["token_bytes"]
     print(f"{options.model_dir.name}, {options.windows} windows of {context} tokens")

@@ -23,6 +23,7 @@ def test_the_whole_context(text: str) -> None:
         ("window=4096", KvMode(4096)),
         ("sinks=4,window=2048", KvMode(2048, 4)),
         ("window=2048, sinks=4", KvMode(2048, 4)),
+        ("select=32", KvMode(read=512)),
     ],
 )
 def test_a_mode(text: str, mode: KvMode) -> None:
@@ -34,7 +35,13 @@ def test_a_mode(text: str, mode: KvMode) -> None:
     [
         ("windw=64", "knows no 'windw'"),
         ("h2o=64", "knows no 'h2o'"),
-        ("select=64", "knows no 'select'"),
+        ("selec=64", "knows no 'selec'"),
+        ("select=", "needs a number of pages after select=, not ''"),
+        ("select=3", "needs 4 to 1048576 pages of 16 tokens, not 3"),
+        ("select=1048577", "needs 4 to 1048576 pages"),
+        ("select=8,window=64", "takes select alone, without window"),
+        ("sinks=4,window=64,select=8", "takes select alone, without sinks and window"),
+        ("select=8,select=8", "says select twice"),
         ("sliding", "knows no 'sliding'"),
         ("Exact", "knows no 'Exact'"),
         ("window", "needs a number of tokens after window=, not ''"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierd.kernels.cpu.step import Angles, CpuDecoder
-from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights
+from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights, padded_vector
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import ROUNDED_FORMATS, KQuants, PackedMatrix, WeightFormat, pack, pack_k
 
@@ -77,6 +78,7 @@ def tiny_model(
     page_format: str = "fp32",
     context: int = CONTEXT,
     experts: ExpertsShape | None = None,
+    sink_logits: bool = False,
 ) -> TinyModel:
     rng = np.random.default_rng(seed)
 
@@ -85,9 +87,12 @@ def tiny_model(
 
     def expert() -> ExpertWeights:
         assert experts is not None
+        width = 2 * experts.intermediate
         return ExpertWeights(
-            random_matrix(rng, format, 2 * experts.intermediate, hidden),
+            random_matrix(rng, format, width, hidden),
             random_matrix(rng, format, hidden, experts.intermediate),
+            padded_vector("bias", 3 * vector(width, 0), width) if experts.bias else None,
+            padded_vector("bias", 3 * vector(hidden, 0), hidden) if experts.bias else None,
         )
 
     def mixture(layer: LayerWeights) -> LayerWeights:
@@ -96,6 +101,7 @@ def tiny_model(
         router = random_matrix(rng, WeightFormat.FP32, experts.count, hidden)
         return replace(
             layer, gate_up=None, down=None, gate_up_bias=None, down_bias=None, router=router,
+            router_bias=5 * vector(experts.count, 0) if experts.bias else None,
             experts=tuple(expert() for _ in range(experts.count)),
         )  # fmt: skip
 
@@ -114,6 +120,7 @@ def tiny_model(
             o_bias=vector(hidden, 0) if biases else None,
             gate_up_bias=vector(2 * intermediate, 0) if biases else None,
             down_bias=vector(hidden, 0) if biases else None,
+            sink_logits=10 * vector(heads, 0) if sink_logits else None,
         )
         for _ in windows
     ]
@@ -170,10 +177,12 @@ def addresses(arena: NDArray[np.uint8], slots: NDArray[np.integer]) -> NDArray[n
     return arena.ctypes.data + np.asarray(slots, np.int64) * arena.strides[0]
 
 
-def forward(decoder: CpuDecoder, arena: NDArray[np.uint8], inputs: Inputs) -> NDArray[np.float32]:
+def forward(
+    decoder: CpuDecoder, arena: NDArray[np.uint8], inputs: Inputs, between: Callable[[], None] | None = None
+) -> NDArray[np.float32]:
     """`CpuDecoder.forward` with all pages in one arena."""
     rest = {name: array for name, array in inputs.items() if name != "page_table"}
-    return decoder.forward([arena], pages=addresses(arena, inputs["page_table"]), **rest)
+    return decoder.forward([arena], pages=addresses(arena, inputs["page_table"]), **rest, between=between)
 
 
 def random_sequences(rng: np.random.Generator, lengths: list[int], vocab: int) -> tuple[list[Sequence], int]:

@@ -42,18 +42,20 @@ class Case:
     queries: NDArray[np.float32]  # [rows, heads, head_dim]
     rows: list[tuple[int, int]]  # (sequence, position)
     window: int = 0
+    sink_logits: NDArray[np.float32] | None = None  # [heads]
 
     def expected(self) -> NDArray[np.float32]:
         keys, values = reference.pages(self.arena, self.layout, LAYER)
         tables = [self.tables[s] for s, _ in self.rows]
         positions = [p for _, p in self.rows]
         q = torch.from_numpy(self.queries)
-        return reference.attention(q, keys, values, positions, tables, self.window).numpy()
+        sink_logits = None if self.sink_logits is None else torch.from_numpy(self.sink_logits)
+        return reference.attention(q, keys, values, positions, tables, self.window, sink_logits).numpy()
 
     def alone(self, row: int) -> Case:
         return Case(
             self.layout, self.arena, self.tables, self.queries[row : row + 1].copy(), self.rows[row : row + 1],
-            self.window,
+            self.window, self.sink_logits,
         )  # fmt: skip
 
     def run(self, head_parts: int = 1, by_segments: bool = False) -> NDArray[np.float32]:
@@ -91,7 +93,8 @@ class Case:
         }  # fmt: skip
         for name, value in values.items():
             job[name] = value
-        attention(job, LAYER, self.window, phases.ctypes.data, scratch.ctypes.data)
+        sink_logits = 0 if self.sink_logits is None else self.sink_logits.ctypes.data
+        attention(job, LAYER, self.window, sink_logits, phases.ctypes.data, scratch.ctypes.data)
         return out.reshape(rows, heads, head_dim)
 
 
@@ -234,3 +237,18 @@ def test_a_row_is_the_same_bits_in_every_batch(data: st.DataObject) -> None:
     for index in data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=5)):
         alone = case.alone(index).run(data.draw(st.integers(1, heads)), data.draw(st.booleans()))
         assert np.array_equal(alone[0], together[index])
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_a_sink_logit_counts_once_however_rows_are_cut(window: int) -> None:
+    rows = [(0, 5), (0, 700), (0, 701), (1, 40)]
+    case = make_case(rows, heads=6, kv_heads=2, window=window)
+    plain = case.run()
+    case.sink_logits = np.array([-3, -0.5, 0, 0.5, 3, 300], np.float32)
+    found = case.run()
+    assert np.abs(found - case.expected()).max() < BOUND
+    assert np.abs(found - plain).max() > 0.1 and np.abs(found[:, 5]).max() < 1e-30
+    for head_parts, by_segments in ((2, False), (3, True), (6, True)):
+        np.testing.assert_array_equal(case.run(head_parts, by_segments), found)
+    for row in range(len(rows)):
+        np.testing.assert_array_equal(case.alone(row).run()[0], found[row])

@@ -103,7 +103,7 @@ def test_equals_the_twin(data: st.DataObject) -> None:
     windows = data.draw(st.sampled_from([(0, 0), (20, 0), (70, 33)]))
     model = tiny_model(
         heads=heads, kv_heads=kv_heads, windows=windows, context=TABLE, page_format=page_format,
-        qk_norm=data.draw(st.booleans()),
+        qk_norm=data.draw(st.booleans()), sink_logits=data.draw(st.booleans()),
     )  # fmt: skip
     length = data.draw(st.integers(1, 150))
     (sequence,), slots = sequences(data.draw(st.integers(0, 99)), model, [length], [data.draw(BOUNDS)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tierd.kernels.cpu.hidden import final_hidden
+from tierd.kernels.cpu.hidden import final_hidden, queries
 
 
 @pytest.mark.parametrize(("hidden", "floats"), [(16, 16), (20, 48)])
@@ -28,3 +28,12 @@ def test_no_rows() -> None:
     stream = np.zeros((1, 16), np.float32)
     found = final_hidden(stream.ctypes.data, 64, np.ones(16, np.float32), 16, 1e-5, np.zeros(0, np.int32))
     assert found.shape == (0, 16)
+
+
+def test_queries_are_the_first_heads_of_each_row_where_they_lie() -> None:
+    qkv = np.random.default_rng(1).standard_normal((5, 48)).astype(np.float32)
+    job = {"rows": 3, "heads": 4, "head_dim": 8, "qkv": qkv.ctypes.data, "qkv_stride": qkv.strides[0]}
+    found = queries(job)
+    np.testing.assert_array_equal(found, qkv[:3, :32].reshape(3, 4, 8))
+    qkv[0] = 0
+    assert not found[0].any(), "a view"

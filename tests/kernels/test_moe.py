@@ -21,12 +21,15 @@ from .decoders import TinyModel, addresses, batch, forward, random_sequences, ti
 
 MANY = ExpertsShape(12, 3, 40, renormalized=False, layers=(0, 2))
 FEW = ExpertsShape(4, 2, 96, renormalized=True, layers=(0, 1, 2))
+CLAMPED = ExpertsShape(6, 2, 64, renormalized=True, layers=(0, 1, 2), bias=True, limit=0.7, slope=1.702)
 LENGTHS = [37, 1, 20]
 MODELS: dict[str, dict[str, Any]] = {
     "many, fp32": {"experts": MANY, "biases": True},
     "few, fp32": {"experts": FEW, "hidden": 50},
     "few, int4": {"experts": FEW, "format": WeightFormat.INT4_G32},
     "few, int8": {"experts": FEW, "format": WeightFormat.INT8},
+    "clamped, fp32": {"experts": CLAMPED, "biases": True, "sink_logits": True, "hidden": 88},
+    "clamped, int8-g32": {"experts": CLAMPED, "biases": True, "sink_logits": True, "format": WeightFormat.INT8_G32},
 }
 
 
@@ -96,7 +99,7 @@ def without_experts(model: TinyModel) -> TinyModel:
 
 
 @pytest.mark.parametrize("count", [1, 3, 100])
-@pytest.mark.parametrize("name", ["many, fp32", "few, int4"])
+@pytest.mark.parametrize("name", ["many, fp32", "few, int4", "clamped, int8-g32"])
 def test_experts_that_come_bit_by_bit_give_the_same_bits(name: str, count: int) -> None:
     model = model_of(name)
     sequences, slots = random_sequences(np.random.default_rng(3), [20], model.shape.vocab)
@@ -179,7 +182,7 @@ def test_what_is_no_number_spoils_its_row_and_nothing_else(renormalized: bool) -
     assert chosen[1].tolist() == [0, 1] and np.isfinite(shares[1]).all()
 
 
-@pytest.mark.parametrize("name", ["many, fp32", "few, fp32"])
+@pytest.mark.parametrize("name", ["many, fp32", "few, fp32", "clamped, fp32"])
 def test_a_token_that_is_no_number_spoils_its_sequence_and_the_decoder_lives(name: str) -> None:
     model = tiny_model(windows=(0, 9, 0), tied=False, **MODELS[name])
     data = model.embed.data.copy()
@@ -205,6 +208,12 @@ def test_what_is_refused() -> None:
         dataclasses.replace(model, layers=[model.layers[0], wrong, layer]).decoder()
     with pytest.raises(ValueError, match="5 of 4 experts"):
         dataclasses.replace(FEW, used=5)
+    long = np.zeros(97, np.float32)
+    for bias, wrong in ((True, long), (True, None), (False, long)):
+        shape = dataclasses.replace(model.shape, experts=dataclasses.replace(FEW, bias=bias))
+        one = dataclasses.replace(layer, experts=(dataclasses.replace(layer.experts[0], gate_up_bias=wrong),))
+        with pytest.raises(ValueError, match="gate_up_bias must be"):
+            dataclasses.replace(model, shape=shape, layers=[one, layer, layer]).decoder()
     sequences, slots = random_sequences(np.random.default_rng(7), [4], model.shape.vocab)
     inputs, arena = batch(sequences, [(0, 4)]), model.arena(slots)
     with without_experts(model).decoder() as decoder:

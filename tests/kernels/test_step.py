@@ -202,6 +202,24 @@ def test_only_the_wanted_logits_come_back_in_their_order() -> None:
         assert forward(decoder, model.arena(slots), none).shape == (0, model.shape.vocab)
 
 
+def test_whoever_is_asked_between_layers_may_end_a_pass() -> None:
+    model = tiny_model()
+    sequences, slots = random_sequences(np.random.default_rng(5), [20], model.shape.vocab)
+    inputs = batch(sequences, [(0, 20)])
+    asked: list[int] = []
+
+    def refuse_late() -> None:
+        asked.append(1)
+        if len(asked) > model.shape.num_layers:
+            raise InterruptedError
+
+    with model.decoder() as decoder:
+        whole = forward(decoder, model.arena(slots), inputs)
+        with pytest.raises(InterruptedError):
+            forward(decoder, model.arena(slots), inputs, refuse_late)
+        assert np.array_equal(forward(decoder, model.arena(slots), inputs, lambda: None), whole)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -8,7 +8,7 @@ token after it, as in a real model.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -104,10 +104,14 @@ class HashDecoder:
         pages: Ints,
         page_offsets: Ints,
         logit_rows: Ints,
+        *,
+        between: Callable[[], None] | None = None,
     ) -> Floats:
         """One step; logits [L, VOCAB]."""
         self.start(tokens, positions, row_seq, page_offsets, logit_rows)
         for index in range(LAYERS):
+            if between is not None:
+                between()
             self.layer(index, memories, pages)
         return self.finish()
 

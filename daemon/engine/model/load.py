@@ -19,7 +19,7 @@ from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import WEIGHTS, Manifest, RecordEntry, TensorEntry
 from tierd.daemon.models.records import expert_record
 from tierd.daemon.models.spec import ModelSpec
-from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights
+from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights, padded
 from tierd.kernels.packing import PackedMatrix, WeightFormat, packed_bytes
 
 Vector = npt.NDArray[np.float32]
@@ -62,6 +62,14 @@ class RecordView:
         """A vector of models that have it."""
         return self.vector(name, length) if wanted else None
 
+    def panels_if(self, wanted: bool, name: str, length: int) -> Vector | None:
+        """The same with what follows it, up to whole panels of rows: tensors lie that far apart."""
+        if not wanted:
+            return None
+        self.vector(name, length)
+        first = self._tensors[name].offset - self._record.offset
+        return self._data[first : first + 4 * padded(length)].view(np.float32)
+
     def _entry(self, name: str, rows: int, cols: int) -> TensorEntry:
         entry = self._tensors.get(name)
         if entry is None:
@@ -93,7 +101,10 @@ def shape_of(spec: ModelSpec) -> DecoderShape:
     """The kernels' view of a spec."""
     experts = None
     if (found := spec.experts) is not None:
-        experts = ExpertsShape(found.count, found.used, found.intermediate, found.renormalized, found.layers)
+        experts = ExpertsShape(
+            found.count, found.used, found.intermediate, found.renormalized, found.layers, found.bias, found.limit,
+            found.slope,
+        )  # fmt: skip
     return DecoderShape(
         num_layers=spec.num_layers,
         hidden=spec.hidden,
@@ -165,8 +176,13 @@ def record_named(entries: dict[str, RecordEntry], name: str) -> RecordEntry:
 def expert_of(view: RecordView, spec: ModelSpec) -> ExpertWeights:
     """The weights of an expert in its record. Raises ModelInvalid when they do not agree with the spec."""
     assert spec.experts is not None
-    width = spec.experts.intermediate
-    return ExpertWeights(view.matrix("gate_up", 2 * width, spec.hidden), view.matrix("down", spec.hidden, width))
+    width, bias = spec.experts.intermediate, spec.experts.bias
+    return ExpertWeights(
+        view.matrix("gate_up", 2 * width, spec.hidden),
+        view.matrix("down", spec.hidden, width),
+        view.panels_if(bias, "gate_up_bias", 2 * width),
+        view.panels_if(bias, "down_bias", spec.hidden),
+    )
 
 
 def layer_of(view: RecordView, spec: ModelSpec, number: int) -> LayerWeights:
@@ -189,4 +205,6 @@ def layer_of(view: RecordView, spec: ModelSpec, number: int) -> LayerWeights:
         down=view.matrix("down", spec.hidden, spec.intermediate) if mixture is None else None,
         down_bias=view.vector_if(dense_bias, "down_bias", spec.hidden),
         router=view.matrix("router", mixture.count, spec.hidden) if mixture is not None else None,
+        router_bias=view.vector("router_bias", mixture.count) if mixture is not None and mixture.bias else None,
+        sink_logits=view.vector_if(spec.sink_logits, "sink_logits", spec.heads),
     )

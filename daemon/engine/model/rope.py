@@ -120,8 +120,10 @@ def _yarn(dim: int, rope: RopeSpec, original: int) -> npt.NDArray[np.float32]:
     def dimension_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2.0 * math.pi)) / (2.0 * math.log(rope.theta))
 
-    low = max(math.floor(dimension_of(rope.beta_fast)), 0)
-    high = float(min(math.ceil(dimension_of(rope.beta_slow)), dim - 1))
+    first, last = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    low, high = max(first, 0.0), min(last, dim - 1.0)
     if low == high:
         high += 0.001  # as transformers does: no division by zero
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -29,9 +30,12 @@ class FakeDecoder:
         self.fail_with: Exception | None = None
         self.rows = 0
         self.batches: list[int] = []
+        self.chosen: list[int] = []  # how many pages passes with rows that choose have read
 
-    def forward(self, memories, tokens, positions, row_seq, pages, page_offsets, logit_rows, bounds=None):
+    def forward(self, memories, tokens, positions, row_seq, pages, page_offsets, logit_rows, bounds=None, between=None):
         self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds)
+        if between is not None:
+            between()
         self.layer(0, memories, pages)
         return self.finish()
 
@@ -43,16 +47,20 @@ class FakeDecoder:
         self._batch = (tokens, positions, row_seq, page_offsets, logit_rows)
         self._bounds = np.zeros((len(page_offsets) - 1, 4), np.int32) if bounds is None else bounds
 
-    def layer(self, index, memories, pages):
+    def layer(self, index, memories, pages, placed=None, experts=None, choose=None):
         assert index == 0
         tokens, positions, row_seq, page_offsets, logit_rows = self._batch
         places = [_place(memories, int(address)) for address in pages]
-        self._places = places
         for row, token in enumerate(tokens):
             window, sinks, lead, base = self._bounds[row_seq[row]]
             mine = places[page_offsets[row_seq[row]] + lead : page_offsets[row_seq[row] + 1]]
-            mark = marked(positions[row], window, sinks)
+            mark = marked(positions[row], window, sinks) if window or not base else -1 - positions[row]
             mine[(positions[row] - base) // PAGE][positions[row] % PAGE] = (token, mark)
+        if choose is not None:
+            memories, pages = choose(positions.astype(np.float32)[:, None, None])
+            places = [_place(memories, int(address)) for address in pages]
+            self.chosen.append(len(set(pages.tolist())))
+        self._places = places
         self._out = self.hidden(logit_rows)
 
     def finish(self):
@@ -64,7 +72,7 @@ class FakeDecoder:
         for place, row in enumerate(rows):
             window, sinks, lead, base = self._bounds[row_seq[row]]
             mine = self._places[page_offsets[row_seq[row]] : page_offsets[row_seq[row] + 1]]
-            first = first_seen(positions[row], window, sinks)
+            first = first_seen(positions[row], window, sinks) if window else base
             history = np.concatenate(mine[lead:])[first - base : positions[row] + 1 - base]
             if sinks and first:
                 history = np.concatenate((np.concatenate(mine[:lead])[:sinks], history))
@@ -106,6 +114,67 @@ def expected(prompt: Sequence[int], count: int, window: int = 0, sinks: int = 0)
         marks = np.array([marked(place, window, sinks) for place in seen], np.int32)
         tokens.append(int(np.argmax(logits_for(np.array(tokens, np.int32)[seen], marks))))
     return tokens[len(prompt) :]
+
+
+class FakeBounds:
+    """Bounds that are all that a page says: what it is worth to a row follows from both."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, bytes] = {}
+
+    def learn(self, layer, first, addresses):
+        for place, address in enumerate(addresses.tolist(), first):
+            self.pages[place] = ctypes.string_at(address, RECORD)
+
+    def worth(self, layer, query, first, stop):
+        return np.array([worth_of(int(query[0, 0]), self.pages[place]) for place in range(first, stop)], np.float32)
+
+
+def worth_of(position: int, page: bytes) -> float:
+    return int.from_bytes(hashlib.blake2b(page, key=position.to_bytes(4, "little"), digest_size=3).digest(), "little")
+
+
+def expected_selecting(prompt: Sequence[int], count: int, read: int) -> list[int]:
+    """The greedy answer of the fake decoder to a request whose rows read `read` tokens, of pages that they choose."""
+    tokens, marks = list(prompt), list(range(max(len(prompt), read)))
+    for _ in range(count):
+        position = len(tokens) - 1
+        seen = list(range(position + 1))
+        if position >= len(marks):
+            marks.append(-1 - position)
+        if marks[position] < 0:
+            pages, kept = position // PAGE + 1, read // PAGE
+            said = np.stack((tokens, marks[: len(tokens)]), 1).astype(np.int32)
+            worth = [worth_of(position, said[PAGE * page : PAGE * page + PAGE].tobytes()) for page in range(pages - 2)]
+            best = sorted(range(1, pages - 2), key=lambda page: (-np.float32(worth[page]), page))[: kept - 3]
+            chosen = [0, *sorted(best), pages - 2, pages - 1]
+            seen = [at for at in seen if at // PAGE in chosen]
+        history = np.array([marks[at] for at in seen], np.int32)
+        tokens.append(int(np.argmax(logits_for(np.array(tokens, np.int32)[seen], history))))
+    return tokens[len(prompt) :]
+
+
+class PickedPages:
+    """`Picker` over a store in memory."""
+
+    def __init__(self, store) -> None:
+        self._store = store
+        self.lost: list[bytes] = []  # keys that can't be read from now on
+        self.memory = np.empty(0, np.uint8)
+        self.reads = self.read_bytes = 0
+
+    def release(self) -> None:
+        pass
+
+    def read(self, keys, section, deadline_s):
+        self.reads += len(keys)
+        block = np.empty((len(keys), RECORD), np.uint8)
+        for row, key in zip(block, keys, strict=True):
+            if key in self.lost:
+                raise damaged([key])
+            self._store.read_into(key, row)
+        self.memory = block
+        return block.ctypes.data + RECORD * np.arange(len(keys))
 
 
 class StagedPages:

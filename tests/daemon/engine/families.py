@@ -78,6 +78,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2, "attention_bias": True, "tie_word_embeddings": True,
         },
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32,
+            "sliding_window": 24, "swiglu_limit": 2.0,
+        },
+    ),
+    "gpt_oss, yarn with whole dimensions, no biases of attention": (
+        "GptOss",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 3, "attention_bias": False, "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            },
+            "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 30,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -90,8 +107,8 @@ def reference(family: str, seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.2)
+            if name.endswith(("bias", "sinks")):
+                parameter.normal_(std=1.0 if name.endswith("sinks") else 0.2)
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
     return model

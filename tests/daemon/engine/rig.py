@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.daemon.engine.fakes import PAGE, RECORD, VOCAB, FakeDecoder, StagedPages
+from tests.daemon.engine.fakes import PAGE, RECORD, VOCAB, FakeBounds, FakeDecoder, PickedPages, StagedPages
 from tests.daemon.engine.vocabularies import byte_level
 from tests.tiers.fakes import ROOT
 from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Limits
+from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.protocol import Event, Sampling, Submit
 from tierd.kernels.layout import PageLayout
@@ -81,7 +82,11 @@ class Rig:
         limits = Limits(max_rows, max_streams, PAGE)
         layout = PageLayout(1, 1, 1, "fp32", PAGE)  # one layer of one key and one value, 4 bytes each
         assert layout.payload_bytes == RECORD
-        runner = Runner(self.decoder, layout, (device.array, lower.array), self.staged)  # type: ignore[arg-type]
+        self.picked = PickedPages(self.store)
+        runner = Runner(
+            self.decoder, layout, (device.array, lower.array), self.staged,  # type: ignore[arg-type]
+            selections=lambda: Selection(FakeBounds(), [0]), picker=self.picked,  # type: ignore[arg-type]
+        )  # fmt: skip
         self.streams = Streams(self.pager, runner, limits, self.clock)
         self.events: list[Event] = []
 

@@ -94,7 +94,9 @@ class Mixed(backend.CpuBackend):
         def arrays(memories: Any) -> list[np.ndarray]:
             return [whole_array(memory) for memory in memories]
 
-        decoder.forward = lambda memories, *more: forward(arrays(memories), *more)  # type: ignore[method-assign]
+        decoder.forward = (  # type: ignore[method-assign]
+            lambda memories, *more, **named: forward(arrays(memories), *more, **named)
+        )
         decoder.layer = lambda index, memories, *more: layer(index, arrays(memories), *more)  # type: ignore[method-assign]
         return decoder
 

@@ -212,7 +212,8 @@ def test_a_window_that_no_device_holds_is_told() -> None:
     rig = Rig(slots=10, host=100)
     rig.submit(1, LONG, 5, kv_mode="window=60")
     rig.run()
-    assert rig.terminal(1) == ["failed"] and rig.of(1, "failed")[0]["code"] == "out_of_space"
+    (failed,) = rig.of(1, "failed")
+    assert failed["code"] == "out_of_space" and "kv_mode window=60" in failed["message"]
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

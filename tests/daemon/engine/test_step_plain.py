@@ -42,11 +42,11 @@ def test_a_lost_page_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(slots=4, store=60)
     run, lost = rig.streams._runner.run, []
 
-    def lose_one(rows: Batch, streamed: Sequence[PageKey] = ()) -> Logits:
+    def lose_one(rows: Batch, streamed: Sequence[PageKey] = (), **more: Any) -> Logits:
         if len(streamed) > 20 and not lost:
             lost.append(streamed[7])
             raise damaged(lost)
-        return run(rows, streamed)
+        return run(rows, streamed, **more)
 
     monkeypatch.setattr(rig.streams._runner, "run", lose_one)
     assert plain(rig, LONG, 30) == expected(LONG, 30)
@@ -62,13 +62,13 @@ def test_a_page_that_comes_back_while_slots_are_waited_for_is_not_computed(monke
     rig.pager.fetch(holder, 1e9)
     run, allocate, late, refusals = rig.streams._runner.run, rig.pager.allocate, [], []
 
-    def be_late_once(rows: Batch, streamed: Sequence[PageKey] = ()) -> Logits:
+    def be_late_once(rows: Batch, streamed: Sequence[PageKey] = (), **more: Any) -> Logits:
         if len(streamed) > 10 and not late:
             late.append(streamed[0])
             refusals.extend(range(8))
             rig.pager.release(holder, [])
             raise StagingLost(late, "not in time")
-        return run(rows, streamed)
+        return run(rows, streamed, **more)
 
     def refuse(*args: Any) -> bool:
         if refusals:

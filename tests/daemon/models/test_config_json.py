@@ -180,6 +180,23 @@ def test_qwen3_moe_says_which_layers_are_mixtures():
     assert spec(**MOE, use_sliding_window=True, sliding_window=64).windows == (64,) * 4
 
 
+def test_gpt_oss_has_clamped_experts_sinks_and_a_window_in_every_other_layer():
+    found = spec(model_type="gpt_oss", head_dim=32, max_position_embeddings=131072)
+    assert found.experts == ExpertsSpec(128, 4, 96, True, (0, 1, 2, 3), True, 7.0, 1.702)
+    assert found.sink_logits and found.qkv_bias and found.o_bias and not found.mlp_bias
+    assert (found.windows, found.norm_eps) == ((128, 0, 128, 0), 1e-5)
+    assert found.rope == RopeSpec(150000.0, "yarn", 32.0, original_context=4096, truncate=False)
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    other = spec(
+        model_type="gpt_oss", rope_scaling=scaling, attention_bias=False, swiglu_limit=5, num_local_experts=8,
+        layer_types=["full_attention"] * 4, quantization_config={"quant_method": "mxfp4"},
+    )  # fmt: skip
+    assert other.rope.truncate and not other.qkv_bias and other.windows == () and other.experts.limit == 5.0
+    for method in ("awq", None):
+        with pytest.raises(ModelFileError, match="quantization_config"):
+            spec(model_type="gpt_oss", quantization_config={"quant_method": method})
+
+
 def test_parameters_of_a_mixture():
     found, dense = spec(**MOE), spec()
     mlp = 4 * 64 * (16 + 16 * 3 * 24)

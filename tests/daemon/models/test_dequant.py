@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tierd.daemon.models.dequant import dequantize, split_affine, split_int8, split_k
+from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.ggml_types import BLOCKS, GgmlType, row_bytes
 from tierd.kernels.packing import WeightFormat
 
@@ -20,6 +21,8 @@ def random_blocks(kind: GgmlType) -> np.ndarray:  # [ROWS, row_bytes]
     for at in halves.get(kind.name, [208] if kind is GgmlType.Q6_K else []):
         values = rng.standard_normal(raw.shape[:2]).astype(np.float16)
         raw[:, :, at : at + 2] = values[..., None].view(np.uint8)
+    if kind is GgmlType.MXFP4:
+        raw[:, :, 0] = rng.integers(104, 141, raw.shape[:2])  # powers of two that fp16 holds
     raw = raw.reshape(ROWS, -1)
     if kind in (GgmlType.F32, GgmlType.F16, GgmlType.BF16):
         values32 = rng.standard_normal((ROWS, COLS)).astype(np.float32)
@@ -37,13 +40,28 @@ def test_equals_gguf_bit_for_bit(kind):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q5_0, GgmlType.Q4_0])
+@pytest.mark.parametrize("kind", [GgmlType.Q8_0, GgmlType.Q5_0, GgmlType.Q4_0, GgmlType.MXFP4])
 def test_int8_split_is_lossless(kind):
     raw = random_blocks(kind)
     quants, scale = split_int8(kind, raw)
     assert quants.dtype == np.int8 and scale.dtype == np.float16
     values = quants.reshape(ROWS, -1, 32).astype(np.float32) * scale.astype(np.float32)[:, :, None]
     np.testing.assert_array_equal(values.reshape(ROWS, -1), dequantize(kind, raw))
+
+
+def test_a_power_of_two_that_fp16_does_not_hold_is_refused_where_it_counts():
+    raw = np.zeros((1, 2 * 17), np.uint8)
+    raw[0, ::17] = 103, 0  # 2 ** -25, 2 ** -128
+    quants, scale = split_int8(GgmlType.MXFP4, raw)
+    assert not quants.any() and not scale.any()
+    for exponent, value in ((104, 2.0**-24), (143, 2.0**15)):
+        raw[0, 0], raw[0, 1] = exponent, 0xF0 | 1
+        quants, scale = split_int8(GgmlType.MXFP4, raw)
+        assert (quants[0, 0], quants[0, 16], scale[0, 0]) == (1, -12, value)
+    for exponent in (103, 144, 255):
+        raw[0, 0] = exponent
+        with pytest.raises(ModelFileError, match="scale that int8-g32 can't hold; pull it with --weights bf16"):
+            split_int8(GgmlType.MXFP4, raw)
 
 
 @pytest.mark.parametrize("kind", [GgmlType.Q4_1, GgmlType.Q4_0, GgmlType.Q5_1, GgmlType.Q5_0])

@@ -19,6 +19,7 @@ def test_snapshot_passes_everything_on(monkeypatch, tmp_path, quiet):
     assert HuggingFaceHub().snapshot("o/n", "main", ("*.json",), True, quiet) == tmp_path
     assert seen == {
         "repo": "o/n", "revision": "main", "allow_patterns": ["*.json"], "local_files_only": True, "endpoint": None,
+        "ignore_patterns": ["*/*.safetensors*"],
     }  # fmt: skip
 
 

@@ -143,7 +143,8 @@ def test_a_dense_model_has_the_digest_that_it_had_before_there_were_experts(tmp_
     make_gguf(tmp_path / "m.gguf")
     manifest = import_model(tmp_path / "m.gguf", tmp_path / "models", "m", None, quiet)
     fields = msgspec.to_builtins(manifest.spec)
-    assert fields.pop("experts") is None
+    assert fields.pop("experts") is None and fields.pop("sink_logits") is False
+    assert fields["rope"].pop("truncate") is True
     digest = digests.new_digest()
     whole = digests.file_digest(tmp_path / "models/m" / catalog.WEIGHTS)
     for part in (msgspec.json.encode(fields), msgspec.json.encode(manifest.records), whole,

@@ -56,3 +56,15 @@ def test_each_expert_is_a_record_and_its_layer_has_the_router():
     gate_up, down = records[5].tensors
     assert [(p.slot, p.layer, p.rows, p.expert) for p in gate_up.parts] == [("gate", 1, 24, 2), ("up", 1, 24, 2)]
     assert (down.rows, down.cols, down.exact) == (64, 24, False)
+
+
+def test_biases_of_experts_and_sink_logits():
+    experts = ExpertsSpec(3, 2, 24, True, (0,), bias=True, limit=7.0, slope=1.702)
+    spec = ModelSpec("gpt_oss", 1, 64, 24, 4, 2, 32, 320, 256, 1e-5, True, experts=experts, sink_logits=True)
+    _, layer, _, expert, *_ = plan_records(spec)
+    assert [(t.name, t.cols) for t in layer.tensors if t.vector] == [
+        ("attn_norm", 64), ("sink_logits", 4), ("mlp_norm", 64), ("router_bias", 3),
+    ]  # fmt: skip
+    assert [t.name for t in expert.tensors] == ["gate_up", "gate_up_bias", "down", "down_bias"]
+    parts = [(p.slot, p.layer, p.cols, p.expert) for p in expert.tensors[1].parts]
+    assert parts == [("gate_bias", 0, 24, 1), ("up_bias", 0, 24, 1)]

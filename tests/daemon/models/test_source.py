@@ -19,6 +19,13 @@ def source(values: np.ndarray, kind: GgmlType = GgmlType.F32) -> SourceTensor:
     return SourceTensor("t", kind, values.shape[0], values.shape[1], lambda start, stop: raw[start:stop])
 
 
+def test_a_message_of_harmony_ends_no_turn():
+    ids = {"<|end|>": 1, "<|return|>": 2, "<|call|>": 3, "<|endoftext|>": 4}
+    template = "<|start|>assistant<|channel|>final<|message|>{{ m }}<|end|> <|call|> <|return|>"
+    assert end_of_turn_ids(ids.get, template) == [2, 3]
+    assert end_of_turn_ids(ids.get, "<|assistant|>{{ m }}<|end|>") == [1]
+
+
 def interleaved(w: np.ndarray, heads: int) -> np.ndarray:
     return w.reshape(heads, 2, w.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(w.shape)
 

@@ -63,6 +63,7 @@ def test_special_tokens_are_single_ids():
         ("qwen2", ["1", "2", "3", "4"]),
         ("tekken", ["1", "2", "3", "4"]),
         ("llama-bpe", ["123", "4"]),
+        ("gpt-4o", ["123", "4"]),
         ("gpt-2", ["1234"]),
         (None, ["1234"]),
     ],
@@ -71,11 +72,21 @@ def test_how_digits_are_cut(pre, digits):
     assert pieces(pre, "1234") == digits
 
 
-@pytest.mark.parametrize("pre", ["smollm", "qwen2", "tekken", "llama-bpe", "gpt-2", "default"])
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "tekken", "llama-bpe", "gpt-4o", "gpt-2", "default"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(pre, text):
     tokenizer = Tokenizer.from_str(GgufTokenizer(byte_level(pre), "m.gguf").json)
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_o200k_cuts_words_at_capitals_and_keeps_their_endings():
+    built = GgufTokenizer(byte_level("gpt-4o"), "m.gguf")
+    cut = Tokenizer.from_str(built.json).pre_tokenizer.pre_tokenize_str
+    text = "HelloWORLDs it's THEY'LL a/b!?/\n\n  x_1234 été "
+    assert [text[first:stop] for _, (first, stop) in cut(text)] == [
+        "Hello", "WORLDs", " it's", " THEY'LL", " a", "/b", "!?/\n\n", " ", " x", "_", "123", "4", " été", " ",
+    ]  # fmt: skip
+    assert '"ignore_merges":false' in built.json and not built.add_bos
 
 
 def test_llama3_adds_bos_and_keeps_whole_pieces():

@@ -113,6 +113,12 @@ def test_layer_by_layer_with_slices_of_pages_in_a_ring() -> None:
         decoder.layer(layer, [ring], pages)
         ring[:] = 0xFF
     np.testing.assert_array_equal(decoder.finish(), whole)
+    asked: list[None] = []
+    inputs["page_table"] = table
+    arena[:] = before
+    between = decoders.forward(decoder, arena, inputs, lambda: asked.append(None))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(between, whole)
+    assert len(asked) == len(model.layers)
 
 
 def test_hidden_states_are_what_the_head_takes() -> None:

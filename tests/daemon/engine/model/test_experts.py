@@ -45,6 +45,15 @@ def move(running: Live, memory: int) -> None:
         pass
 
 
+def test_experts_with_biases_come_from_the_disk(tmp_path: Path) -> None:
+    model = prepare(reference("gpt_oss", num_hidden_layers=2, num_local_experts=8), tmp_path, "int8-g32")
+    with live(model, tmp_path, least_bytes(model)) as running:
+        streamed, found = answers(running), status(running)
+        assert 0 < found.hits < found.uses and found.lost == 0 and rows(running)["layer.1.experts"].tier == "nvme"
+        move(running, load_manifest(model).bytes)
+        assert not running.engine.weights.streams and answers(running) == streamed
+
+
 @pytest.mark.long
 def test_every_placement_gives_the_same_tokens(mixture: Path, tmp_path: Path) -> None:
     manifest, dense, least = load_manifest(mixture), dense_bytes(mixture), least_bytes(mixture)

@@ -56,7 +56,7 @@ class Limits:
     max_streams: int
     page_tokens: int
     target_step_s: float = 0.05  # 20 tokens a second and stream: faster than anybody reads
-    prompt_step_s: float = 0.3  # of a step in which nobody decodes
+    prompt_step_s: float = 0.5  # of a step in which nobody decodes
     throughput: bool = False  # nobody looks on: prompts take all the rows that a step may have
 
     def __post_init__(self) -> None:

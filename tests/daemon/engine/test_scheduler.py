@@ -44,7 +44,7 @@ def test_prompts_get_rows_for_a_step_of_the_length_that_others_can_wait() -> Non
         return [chunk.count for chunk in scheduler.plan(snapshot, limits).chunks]
 
     assert rows(0.0) == [128]  # nothing measured yet
-    assert rows(0.002) == [150]
+    assert rows(0.002) == [250]
     assert rows(0.0001) == [512]
     assert rows(0.1) == [48]  # fewer would be slower for everybody
     assert rows(0.002, reads_weights=True) == [512]
@@ -55,8 +55,8 @@ def test_a_step_in_which_a_short_prompt_ends_is_a_short_step() -> None:
     rates = Rates(0.0, 0.001)
     one, short, long = stream(1, Phase.PREFILL, 2000), stream(2, Phase.PREFILL, 10), stream(3, Phase.PREFILL, 900)
     assert {c.id: c.count for c in planned(one, short, limits=limits, rates=rates).chunks} == {1: 5, 2: 10}
-    assert {c.id: c.count for c in planned(one, long, limits=limits, rates=rates).chunks} == {1: 100, 3: 200}
-    assert {c.id: c.count for c in planned(one, limits=limits, rates=rates).chunks} == {1: 300}
+    assert {c.id: c.count for c in planned(one, long, limits=limits, rates=rates).chunks} == {1: 167, 3: 333}
+    assert {c.id: c.count for c in planned(one, limits=limits, rates=rates).chunks} == {1: 500}
 
 
 def test_nobody_is_let_in_behind_one_that_gets_no_page() -> None:

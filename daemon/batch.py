@@ -381,9 +381,9 @@ def _open_input(path: Path) -> BinaryIO:
 def _file_error(path: Path, exc: OSError) -> TierdError:
     match exc:
         case FileNotFoundError():
-            return NotFound(f"there is no {path}", hint="is the path right?")
-        case PermissionError():
-            return PermissionDenied(f"no permission for {path}", hint="see `ls -l`")
+            return NotFound(f"there is no {path if path.parent.is_dir() else path.parent}", hint="is the path right?")
+        case PermissionError() | OSError(errno=errno.EROFS):
+            return PermissionDenied(f"no permission for {path}: {exc.strerror}", hint="choose another, or see `ls -l`")
         case IsADirectoryError():
             return BadRequest(f"{path} is a directory", hint="name a file")
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):

@@ -73,6 +73,8 @@ def batch(
     where weights are read from the disk in every step, one reading serves all answers. The machine is given back at the
     end, and when this command ends for whatever reason.
     """
+    if "-" in (str(source), str(target)):
+        raise BadRequest("a batch is a file, so that it can be continued; `-` is none", hint="name a file")
     settings = load_settings(flags)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(Output(target))

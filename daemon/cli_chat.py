@@ -21,7 +21,7 @@ HELP = """\
 /system TEXT       set the system message; without TEXT remove it
 /set NAME VALUE    set a sampling option: temperature, top_p, max_tokens, seed
 /set               show all options
-/stats             figures of the last answer
+/stats             figures of the last answer, if it was not stopped
 /exit              leave (also Ctrl-D)
 Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer."""
 
@@ -40,7 +40,7 @@ class Conversation:
 
     def answered(self, text: str, answer: str, done: Event | None) -> None:
         """Keep a turn; of an answer that was stopped, what came of it."""
-        self.last = done or self.last
+        self.last = done
         self.turns.append(Message("user", text))
         if answer:
             self.turns.append(Message("assistant", answer))
@@ -95,7 +95,7 @@ class Conversation:
 
     def _stats(self, rest: str) -> str:
         if self.last is None:
-            return "no answer yet"
+            return "the last answer was stopped: it has no figures" if self.turns else "no answer yet"
         figures = {**self.last.data.get("usage", {}), **self.last.data.get("timings", {})}
         return "\n".join(f"{name:<22} {value:.1f}" if isinstance(value, float) else f"{name:<22} {value}"
                          for name, value in figures.items())  # fmt: skip

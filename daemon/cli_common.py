@@ -270,6 +270,7 @@ class Progress:
     def on_event(self, event: Event) -> None:
         """The same for a progress event of the daemon."""
         stage = str(event.data.get("stage") or event.data.get("text") or "working")
+        stage = "kernels (compiled once, then kept)" if stage == "kernels" else stage
         self(stage, _whole(event.data.get("done")), _whole(event.data.get("total")))
 
     def finish(self) -> None:

@@ -26,8 +26,8 @@ from tierd.daemon.errors import AlreadyRunning, BadRequest, Conflict, NotFound, 
 from tierd.daemon.service_unit import NAME, unit_text
 
 SYSTEMCTL_TIMEOUT_S = 120.0  # beyond the start and the stop of the unit
-# They decide where models, pages, settings and keys lie: the service has to find what this shell's commands find.
-_PLACES = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME")
+# Where models, pages, settings, keys and the socket lie: the service has to find what this shell's commands find.
+_PLACES = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
 _SHOWN = ("ActiveState", "SubState", "UnitFileState", "MainPID", "NRestarts", "Result", "StatusText")
 _LOGS_HINT = f"`journalctl --user -u {NAME}` and `tierd logs` show why"
 

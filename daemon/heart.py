@@ -25,6 +25,9 @@ log = logging.getLogger("tierd.heart")
 
 BEAT_S = 5.0
 ANSWER_S = 2.0  # for an engine to tell its status
+# Longer between two looks at an engine, and the front itself did not run: the daemon was stopped, or the machine was,
+# and the engine with it.
+PAUSE_S = 2 * (BEAT_S + ANSWER_S)
 HANG_S = 30.0  # a step loop that has shown it is faster and says nothing for so long hangs
 # While the loop says that it has no request: what the front waits for may still be text on its way to tokens.
 UNKNOWN_HANG_S = 300.0
@@ -40,20 +43,25 @@ class Pulse:
 
     def __init__(self, now_s: float) -> None:
         self._seen: object = None
-        self._changed_s = now_s
+        self._changed_s = self._felt_s = now_s
         self._has_work = False
         self._rows = 0.0  # of the step that is computed
         self._expected_s = 0.0  # it takes at most; 0: no step is known
         self._steps = 0
 
     def feel(self, status: Mapping[str, Any], busy: int, now_s: float) -> None:
-        """Take in a snapshot; `busy`: streams and calls that the front waits for. Without any there may be none."""
+        """Take in a snapshot; `busy`: streams and calls that the front waits for. Without any there may be none.
+
+        After a pause in which nobody felt it begins a whole new period.
+        """
+        paused = now_s - self._felt_s > PAUSE_S
+        self._felt_s = now_s
         step = status.get("step") or {}
         self._rows, self._expected_s = float(step.get("rows", 0.0)), float(step.get("expected_s", 0.0))
         self._steps = int(status.get("steps", 0))
         self._has_work = bool(status.get("running") or status.get("waiting") or step)
         seen = (status.get("uptime_s"), status.get("steps"))
-        if seen != self._seen or not busy:
+        if seen != self._seen or not busy or paused:
             self._seen, self._changed_s = seen, now_s
 
     def hangs(self, now_s: float) -> bool:

@@ -88,18 +88,31 @@ class Live:
     def _measured(self, data: dict[str, Any]) -> dict[str, Any]:
         """The data of `done`, with what only the front can know.
 
-        After a death the remaining timings are those of the last engine.
+        After a death the time to the first token is the client's, from the first engine that got the request; the
+        remaining timings are those of the last engine.
         """
         timings = {**data.get("timings", {}), "load_ms": round(self.load_s * 1e3, 3)}
         usage = dict(data.get("usage", {}))
         if self.deaths and self.accepted is not None:
             # The last engine found cached what the first one computed for this very request: that is not a hit.
-            usage["cached_tokens"] = min(usage.get("cached_tokens", 0), self.accepted.get("cached_tokens", 0))
+            found = usage.get("cached_tokens", 0)
+            usage["cached_tokens"] = min(found, self.accepted.get("cached_tokens", 0))
+            _book_as_computed(timings, found - usage["cached_tokens"])
             if self.first_text_s is not None and self.sent_s is not None:
                 timings["ttft_ms"] = round((self.first_text_s - self.sent_s) * 1e3, 3)
         if "logprob_sum" in data:  # the last engine counted what it drew itself
             data = {**data, "logprob_sum": data["logprob_sum"] + self._logprob_at_death}
         return {**data, "usage": usage, "timings": timings}
+
+
+def _book_as_computed(timings: dict[str, Any], tokens: int) -> None:
+    """Take the last `tokens` that were found for computed. A run's end lies in the lowest tier that it touches."""
+    timings["recomputed"] = timings.get("recomputed", 0) + tokens
+    for hit in ("hit_nvme", "hit_host", "hit_device"):
+        cut = min(tokens, timings.get(hit, 0))
+        if cut:
+            timings[hit] -= cut
+            tokens -= cut
 
 
 def with_seed(submit: Submit) -> Submit:

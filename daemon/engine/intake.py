@@ -358,9 +358,9 @@ class Intake:
                 hint="shorten it, or give more memory with --device-mem, --host-mem or --nvme-mem",
                 param=param,
             )
-        hint = "shorten it, or ask for more context with ctx" if limit < self.facts.context else "shorten it"
+        more = ", or ask for more context with ctx (num_ctx for Ollama)" if limit < self.facts.context else ""
         return ContextLengthExceeded(
-            f"{what}; the context holds {limit}, the answer included", hint=hint, param=param
+            f"{what}; the context holds {limit}, the answer included", hint=f"shorten it{more}", param=param
         )
 
     def _check_ids(self, ids: Sequence[int], name: str) -> None:

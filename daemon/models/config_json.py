@@ -93,7 +93,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ModelFileError(f"{where} isn't valid JSON ({exc}); fetch the model again") from None
+        raise ModelFileError(f"{where} isn't valid JSON ({exc}); is it a model's? then fetch the model again") from None
     if not isinstance(value, dict):
         raise ModelFileError(f"{where} isn't a JSON object; fetch the model again")
     return value

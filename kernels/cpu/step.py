@@ -132,9 +132,9 @@ class CpuDecoder:
         if between is None:
             self._launch(stages)
             return logits[:, : self.shape.vocab]
-        for stage in stages:
+        for layer in range(1, len(stages) - 1):  # the embedding goes with the first one, the head with the last
             between()
-            self._launch(range(stage, stage + 1))
+            self._launch(stages[layer - (layer == 1) : layer + 1 + (layer == len(stages) - 2)])
         return logits[:, : self.shape.vocab]
 
     def start(

@@ -74,7 +74,10 @@ def test_an_unknown_command_gets_a_suggestion() -> None:
     with pytest.raises(BadRequest) as caught:
         Conversation(TEMPLATE).command("/hlep")
     assert caught.value.hint == "did you mean 'help'?"
-    assert Conversation(TEMPLATE).command("/stats") == "no answer yet"
+    talk = Conversation(TEMPLATE)
+    assert talk.command("/stats") == "no answer yet"
+    talk.answered("x", "half of an", None)
+    assert "stopped" in str(talk.command("/stats"))
 
 
 def test_summary() -> None:

@@ -54,6 +54,9 @@ async def test_an_engine_killed_in_the_middle_says_the_same(real, temperature):
     assert text(broken) == text(whole)
     assert broken[-1].data["usage"]["completion_tokens"] == whole[-1].data["usage"]["completion_tokens"]
     assert real.metrics.engine_deaths[MODEL] == 1
+    usage, timings = broken[-1].data["usage"], broken[-1].data["timings"]
+    assert usage["cached_tokens"] == timings["hit_device"] + timings["hit_host"] + timings["hit_nvme"]
+    assert usage["prompt_tokens"] == usage["cached_tokens"] + timings["recomputed"]
 
 
 async def test_prefixes_outlive_an_unload(real):

@@ -13,9 +13,18 @@ from tests.daemon.engine.rig import Rig
 from tierd.daemon import heart
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.errors import EngineFailed
-from tierd.daemon.heart import HANG_S, STEPS_OF_PATIENCE, UNKNOWN_HANG_S, UNKNOWN_ROW_S, Heart, Pulse
+from tierd.daemon.heart import BEAT_S, HANG_S, PAUSE_S, STEPS_OF_PATIENCE, UNKNOWN_HANG_S, UNKNOWN_ROW_S, Heart, Pulse
 
 BUSY = {"uptime_s": 5.0, "steps": 9, "running": 1, "waiting": 0, "step": {"rows": 1, "for_s": 0.0, "expected_s": 0.02}}
+
+
+def stand_still(pulse: Pulse, status: dict[str, object], start_s: float, until_s: float) -> None:
+    """The same news at each beat, the last time at `until_s`."""
+    now_s = start_s
+    while now_s < until_s:
+        pulse.feel(status, 1, now_s)
+        now_s += BEAT_S
+    pulse.feel(status, 1, until_s)
 
 
 def test_a_loop_that_publishes_lives():
@@ -44,16 +53,14 @@ def test_a_loop_without_streams_need_not_publish():
 def test_long_steps_get_more_time():
     pulse = Pulse(0.0)
     slow = {**BUSY, "step": {"rows": 512, "for_s": 1.0, "expected_s": 20.0}}
-    pulse.feel(slow, 1, 0.0)
-    pulse.feel(slow, 1, 150.0)
+    stand_still(pulse, slow, 0.0, 150.0)
     assert not pulse.hangs(150.0) and pulse.hangs(20.0 * STEPS_OF_PATIENCE + 1)
 
 
 @pytest.mark.parametrize("status", [{}, {**BUSY, "steps": 0, "step": {}}, {**BUSY, "running": 0, "step": {}}])
 def test_a_loop_that_is_not_known_to_work_gets_the_most(status):
     pulse = Pulse(0.0)
-    pulse.feel(status, 1, 0.0)
-    pulse.feel(status, 1, UNKNOWN_HANG_S)
+    stand_still(pulse, status, 0.0, UNKNOWN_HANG_S)
     assert not pulse.hangs(UNKNOWN_HANG_S) and pulse.hangs(UNKNOWN_HANG_S + 1)
 
 
@@ -61,18 +68,40 @@ def test_a_first_step_gets_time_for_its_rows():
     pulse = Pulse(0.0)
     first = {**BUSY, "steps": 0, "running": 0, "step": {"rows": 512, "for_s": 1.0, "expected_s": 0.0}}
     limit_s = UNKNOWN_HANG_S + 512 * UNKNOWN_ROW_S
-    pulse.feel(first, 1, 0.0)
-    pulse.feel(first, 1, limit_s)
+    stand_still(pulse, first, 0.0, limit_s)
     assert limit_s > 1000 and not pulse.hangs(limit_s) and pulse.hangs(limit_s + 1)
 
 
 def test_a_loop_that_stands_still_between_two_steps_hangs_in_time():
     pulse = Pulse(0.0)
-    pulse.feel({**BUSY, "step": {"rows": 512, "for_s": 1.0, "expected_s": 60.0}}, 1, 0.0)
+    stand_still(pulse, {**BUSY, "step": {"rows": 512, "for_s": 1.0, "expected_s": 60.0}}, 0.0, 55.0)
     after = {**BUSY, "uptime_s": 60.0, "steps": 10, "step": {}}
-    pulse.feel(after, 1, 60.0)
-    pulse.feel(after, 1, 90.0)
+    stand_still(pulse, after, 60.0, 90.0)
     assert not pulse.hangs(90.0) and pulse.hangs(91.0)
+
+
+def test_a_pause_of_the_front_is_no_hang():
+    pulse = Pulse(0.0)
+    stand_still(pulse, BUSY, 0.0, 20.0)
+    awake_s = 20.0 + 3600.0
+    pulse.feel(BUSY, 1, awake_s)  # the engine was stopped as well, and has had no time to beat
+    assert not pulse.hangs(awake_s)
+
+
+def test_a_hang_after_a_pause_of_the_front_is_found_after_a_whole_period():
+    pulse = Pulse(0.0)
+    stand_still(pulse, BUSY, 0.0, 20.0)
+    stand_still(pulse, BUSY, 3620.0, 3620.0 + HANG_S)
+    assert not pulse.hangs(3620.0 + HANG_S)
+    pulse.feel(BUSY, 1, 3620.0 + HANG_S + 1)
+    assert pulse.hangs(3620.0 + HANG_S + 1)
+
+
+def test_slow_rounds_are_no_pause():
+    pulse = Pulse(0.0)
+    for round_ in range(4):
+        pulse.feel(BUSY, 1, round_ * PAUSE_S)
+    assert pulse.hangs(3 * PAUSE_S)
 
 
 class Asked:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tierd.daemon.protocol import Event, Sampling, Submit
 from tierd.daemon.resume import Live, with_seed
 
@@ -33,7 +35,32 @@ def test_what_the_client_has_goes_along():
     timings = {"ttft_ms": 1.0, "hit_host": 8}
     done = one.take(Event(1, "done", {"finish": "stop", "usage": usage, "timings": timings}), 22.0)
     assert done is not None and done.data["usage"]["cached_tokens"] == 4
-    assert done.data["timings"] == {"ttft_ms": 1000.0, "hit_host": 8, "load_ms": 2000.0}
+    assert done.data["timings"]["ttft_ms"] == 1000.0 and done.data["timings"]["load_ms"] == 2000.0
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "hits"),
+    [
+        (0, (0, 0, 1040), (0, 0, 0)),  # the second engine read back what the first one had computed
+        (300, (200, 300, 540), (200, 100, 0)),
+        (600, (200, 300, 540), (200, 300, 100)),
+        (1040, (0, 0, 1040), (0, 0, 1040)),
+        (1500, (0, 16, 1024), (0, 16, 1024)),  # pages were lost with the first engine
+    ],
+)
+def test_counts_of_an_answer_that_two_engines_gave_add_up(first, last, hits):
+    one = live()
+    one.send(10.0)
+    one.take(Event(1, "accepted", {"prompt_tokens": 2724, "cached_tokens": first}), 11.0)
+    one.lost()
+    one.take(Event(1, "accepted", {"prompt_tokens": 2724, "cached_tokens": sum(last)}), 21.0)
+    names = ("hit_device", "hit_host", "hit_nvme")
+    timings = {**dict(zip(names, last, strict=True)), "recomputed": 2724 - sum(last)}
+    usage = {"prompt_tokens": 2724, "completion_tokens": 3, "cached_tokens": sum(last)}
+    done = one.take(Event(1, "done", {"finish": "stop", "usage": usage, "timings": timings}), 22.0)
+    assert done is not None and tuple(done.data["timings"][name] for name in names) == hits
+    assert done.data["usage"]["cached_tokens"] == sum(hits)
+    assert done.data["timings"]["recomputed"] == 2724 - sum(hits)
 
 
 def test_an_undisturbed_stream_keeps_the_engines_figures():

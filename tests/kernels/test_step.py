@@ -210,14 +210,16 @@ def test_whoever_is_asked_between_layers_may_end_a_pass() -> None:
 
     def refuse_late() -> None:
         asked.append(1)
-        if len(asked) > model.shape.num_layers:
+        if len(asked) == model.shape.num_layers:
             raise InterruptedError
 
     with model.decoder() as decoder:
         whole = forward(decoder, model.arena(slots), inputs)
         with pytest.raises(InterruptedError):
             forward(decoder, model.arena(slots), inputs, refuse_late)
-        assert np.array_equal(forward(decoder, model.arena(slots), inputs, lambda: None), whole)
+        asked.clear()
+        assert np.array_equal(forward(decoder, model.arena(slots), inputs, lambda: asked.append(1)), whole)
+        assert len(asked) == model.shape.num_layers
 
 
 @pytest.mark.parametrize(

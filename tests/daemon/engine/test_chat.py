@@ -93,6 +93,9 @@ def test_an_endless_template_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% for n in [60, 60] recursive %}{% if n %}{{ loop([n - 1, n - 1]) }}{% endif %}{% endfor %}",
+        "{% for a in range(9000) if (range(9999) | sum) < 0 %}{% endfor %}",
+        "{% set n = namespace(d=0) %}{% block a %}{% set n.d = n.d + 1 %}{% if n.d < 40 %}{{ self.a() }}{{ self.a() }}"
+        "{% endif %}{% set n.d = n.d - 1 %}{% endblock %}",
         "{{ 9 ** 9 ** 9 }}", "{{ ('x' * 9999999) * 9999999 }}", "{{ 3 * ['x'] * 99999999 }}",
         "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
     ],

@@ -159,28 +159,29 @@ class Exclusive:
     async def _drain(self, held: _Held, live: Callable[[], int]) -> None:
         """Wait for what runs, then unload every model."""
         deadline_s = time.monotonic() + DRAIN_S
-        while what := self._in_the_way(live):
+        while what := (asked := self._asked(live)) or self._left():
             if time.monotonic() >= deadline_s:
                 raise TooBusy(
                     f"{what} did not end within {human_seconds(DRAIN_S)}",
                     hint="run the batch without --exclusive, or try again later",
                 )
             held.stage = f"waiting for {what}"
-            if not live() and not self._supervisor.is_wanted:
+            if not asked:
                 for name, engine in self._supervisor.engines.items():
                     if not engine.busy and self._supervisor.unload(name) and self._supervisor.is_pinned(name):
                         held.pinned.add(name)
             await self._wait(held, _LOOK_S)
 
-    def _in_the_way(self, live: Callable[[], int]) -> str:
-        """What has to end first, in words; empty when nothing is left."""
-        engines = self._supervisor.engines
-        busy = sorted(name for name, engine in engines.items() if engine.busy)
+    def _asked(self, live: Callable[[], int]) -> str:
+        """What was asked for and has to end before engines do, in words; empty when nothing is left."""
         if count := live():
             return counted(count, "request")
-        if self._supervisor.is_wanted:
-            return "the loading of a model"
-        if busy:
+        return "the loading of a model" if self._supervisor.is_wanted else ""
+
+    def _left(self) -> str:
+        """The engines that have to end, in words; empty when there are none."""
+        engines = self._supervisor.engines
+        if busy := sorted(name for name, engine in engines.items() if engine.busy):
             return f"what runs on {' and '.join(busy)}"
         return f"the engine of {' and '.join(sorted(engines))}" if engines else ""
 

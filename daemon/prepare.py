@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import msgspec
 from tierd.daemon import kv_quota, room
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.config import EngineConfig, Settings, engine_config, kv_root, resolve_sizes
-from tierd.daemon.errors import OutOfSpace, TierdError
+from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError
 from tierd.daemon.machine import Machine, Sizes, probe_machine
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.errors import ModelFileError
@@ -32,6 +33,7 @@ from tierd.daemon.units import human_bytes
 log = logging.getLogger("tierd.prepare")
 
 RESIZE_S = 10.0  # for slots of a running engine to become free
+STATUS_S = 5.0  # for an engine to say what it has
 AUTO = "auto"  # as a size: what the daemon chooses
 _SIZES = ("device_bytes", "host_bytes", "weights_bytes")  # of a resize, and fields of `Sizes`
 
@@ -75,7 +77,8 @@ class Preparer:
         self._held: dict[str, Held] = {}
         self._resized: dict[str, dict[str, int]] = {}  # models, and what somebody gave them by hand
         self._blocks: dict[str, Block] = {}  # models whose next engine is for a batch alone
-        self._needs: dict[str, _Need] = {}  # of running engines
+        self._needs: dict[str, _Need] = {}  # of those in `_held`
+        self._resizes: set[asyncio.Task[dict[str, Any]]] = set()  # at most one: they hold the lock
         self._auto_cap = self._cap = Arenas(0, 0)  # as the daemon chose it, and with what was resized by hand
         self._usable_bytes = 0
 
@@ -85,22 +88,20 @@ class Preparer:
         `engines`: all that run, this one among them. Raises NoRoom when it has to wait until one of them ends.
         """
         async with self._one_at_a_time:
-            self._held = {name: held for name, held in self._held.items() if name in engines and name != model.name}
+            self._keep(engines.keys() - {model.name})
             machine = await asyncio.to_thread(self._machine)
             need = await asyncio.to_thread(self._need, model, machine)
             block = self._blocks.get(model.name)
-            self._needs[model.name] = need
+            if block is not None:  # it fills the steps without guesses
+                need = need._replace(
+                    sizes=block.sizes, workspace_bytes=block.workspace_bytes, draft=Draft(), why=block.why
+                )
             wish = self._resized.get(model.name, {}) if block is None else {}
             if self._held:
                 sizes = await self._beside(model, need, wish, machine, engines)
             else:
-                usable = min(machine.available_ram, machine.total_ram)
-                self._usable_bytes = usable - usable // 10
-                sizes = need.sizes if block is None else block.sizes
-                self._auto_cap = _arenas(sizes)
-                wished = sizes._replace(**wish)
-                if need.held(wished).total <= self._most_bytes(model.name):
-                    sizes = wished
+                sizes = self._alone(need, wish, machine)
+            self._needs[model.name] = need
             self._held[model.name] = need.held(sizes)
             if len(self._held) == 1:
                 self._cap = _arenas(sizes)
@@ -108,7 +109,7 @@ class Preparer:
             self._cap = Arenas(max(self._cap.device, taken.device), max(self._cap.host, taken.host))
             self._tell(model.name, sizes, wish, engines)
             sizes = await asyncio.to_thread(self._on_disk, model, sizes)
-        draft = need.draft if block is None else Draft()  # a block of sequences fills the steps without guesses
+        draft = need.draft
         draft_dir = draft.model.directory if draft.model is not None else None
         config = engine_config(self._settings, sizes, Path(model.directory), draft_dir, draft.off_reason)
         if block is not None:
@@ -116,7 +117,7 @@ class Preparer:
                 config, max_streams=block.streams, max_batch_rows=block.rows, throughput=True
             )
         if (engine := engines.get(model.name)) is not None:
-            engine.chosen = _chosen(config, need.format, need.why if block is None else block.why)
+            engine.chosen = _chosen(config, need.format, need.why)
         return msgspec.json.encode(config).decode()
 
     def give_block(self, name: str, block: Block | None) -> None:
@@ -147,35 +148,59 @@ class Preparer:
         """Change the memory of an engine; the next ones of its model get as much, as long as this daemon lives.
 
         A size may be `AUTO`: what the daemon would choose now, and will choose next. Raises OutOfSpace when it does not
-        fit beside what else there is, and what the engine answers.
+        fit beside what else there is, and what the engine answers. One that has begun is finished and booked although
+        its caller is cancelled; until then nothing else is given or taken.
         """
-        async with self._one_at_a_time:
-            auto = [name for name in _SIZES if args.get(name) == AUTO]
-            wanted = {**args, **{name: self._auto_bytes(engine.model, name) for name in auto}}
-            self._check_fits(engine.model, wanted)
-            try:
-                told = await engine.call("resize", wanted, timeout_s)
-            except TierdError:
-                self._book_weights(engine.model, wanted)
-                raise
-            sizes = {name: told[name] for name in _SIZES if name in args and name in told}
-            mine = self._resized.get(engine.model, {}) | sizes
-            self._resized[engine.model] = {name: size for name, size in mine.items() if name not in auto}
-            if (held := self._held.get(engine.model)) is not None:
-                device, host = held.arenas
-                arenas = Arenas(sizes.get("device_bytes", device), sizes.get("host_bytes", host))
-                self._cap = Arenas(self._cap.device + arenas.device - device, self._cap.host + arenas.host - host)
-                self._held[engine.model] = held._replace(
-                    arenas=arenas, weights=sizes.get("weights_bytes", held.weights)
-                )
-            return told
+        await self._one_at_a_time.acquire()  # who goes away until here has changed nothing
 
-    def _book_weights(self, name: str, wanted: Mapping[str, Any]) -> None:
-        """A resize has failed: weights move first, so they may have come into memory although the rest did not."""
-        held, weights_bytes = self._held.get(name), wanted.get("weights_bytes")
-        if held is not None and weights_bytes is not None:
-            grown = max(held.weights, min(weights_bytes, self._needs[name].weights_bytes))
-            self._held[name] = held._replace(weights=grown)
+        def over(done: asyncio.Task[dict[str, Any]]) -> None:
+            self._one_at_a_time.release()
+            self._resizes.discard(done)
+            _ = done.cancelled() or done.exception()  # seen, even if nobody waits for it any more
+
+        # The engine goes on when the client goes away, and what it then has is to be booked.
+        work = asyncio.create_task(self._resize(engine, args, timeout_s), name=f"resize of {engine.model}")
+        self._resizes.add(work)
+        work.add_done_callback(over)
+        await asyncio.wait((work,))
+        return work.result()
+
+    async def _resize(self, engine: EngineProcess, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        held = self._held.get(engine.model)
+        if held is None:
+            raise EngineFailed(f"the engine of {engine.model} has ended", hint=LOGS_HINT)
+        auto = [name for name in _SIZES if args.get(name) == AUTO]
+        wanted = {**args, **{name: self._auto_bytes(engine.model, name) for name in auto}}
+        self._check_fits(engine.model, held, wanted)
+        try:
+            told = await engine.call("resize", wanted, timeout_s)
+        except TierdError:
+            if wanted.get("weights_bytes") is not None:  # they move first, so they may have although the rest did not
+                self._held[engine.model] = held._replace(weights=await self._weights_bytes(engine, held.weights))
+            raise
+        sizes = {name: told[name] for name in _SIZES if name in args and name in told}
+        mine = self._resized.get(engine.model, {}) | sizes
+        self._resized[engine.model] = {name: size for name, size in mine.items() if name not in auto}
+        device, host = held.arenas
+        arenas = Arenas(sizes.get("device_bytes", device), sizes.get("host_bytes", host))
+        self._cap = Arenas(self._cap.device + arenas.device - device, self._cap.host + arenas.host - host)
+        self._held[engine.model] = held._replace(arenas=arenas, weights=sizes.get("weights_bytes", held.weights))
+        return told
+
+    async def _weights_bytes(self, engine: EngineProcess, before_bytes: int) -> int:
+        """The weights that an engine has in memory; `before_bytes` when it does not say."""
+        try:
+            status = await engine.call("status", {}, STATUS_S)
+        except TierdError as exc:
+            log.info("%s does not say what it has: %s", engine.model, exc)
+            return before_bytes
+        memory_bytes = status.get("weights", {}).get("memory_bytes")
+        return memory_bytes if isinstance(memory_bytes, int) else before_bytes
+
+    def _keep(self, names: AbstractSet[str]) -> None:
+        """Forget what all other engines had."""
+        self._held = {name: held for name, held in self._held.items() if name in names}
+        self._needs = {name: need for name, need in self._needs.items() if name in names}
 
     def _auto_bytes(self, name: str, size: str) -> int:
         """One of the sizes of a running engine as the daemon would choose it, beside the others that run."""
@@ -191,11 +216,8 @@ class Preparer:
         need = self._needs[name]
         return left_bytes if others else max(left_bytes, need.held(need.sizes).total)
 
-    def _check_fits(self, name: str, wanted: Mapping[str, Any]) -> None:
+    def _check_fits(self, name: str, held: Held, wanted: Mapping[str, Any]) -> None:
         """Raises OutOfSpace for a model that is to have more than it has and than what is left beside all else."""
-        held = self._held.get(name)
-        if held is None:
-            return
         whole = self._needs[name].weights_bytes
         now = {"device": held.arenas.device, "host": held.arenas.host, "weights": held.weights}
         named = {tier: size for tier in now if (size := wanted.get(f"{tier}_bytes")) is not None}
@@ -231,23 +253,33 @@ class Preparer:
     async def give_back(self, ended: str, engines: Mapping[str, EngineProcess]) -> None:
         """An engine has ended: the others get its part of the arenas."""
         async with self._one_at_a_time:
-            if ended in engines or self._held.pop(ended, None) is None:
+            if ended in engines or ended not in self._held:
                 return
-            self._held = {name: held for name, held in self._held.items() if name in engines}
+            self._keep(engines.keys())
             await self._resize_all(room.regrown(self._cap, self._held), engines)
+
+    def _alone(self, need: _Need, wish: Mapping[str, int], machine: Machine) -> Sizes:
+        """The sizes of the only engine; what somebody once gave it by hand where that fits."""
+        usable = min(machine.available_ram, machine.total_ram)
+        self._usable_bytes = usable - usable // 10
+        self._auto_cap = _arenas(need.sizes)
+        wished = need.sizes._replace(**wish)
+        fits = need.held(wished).total <= max(self._usable_bytes, need.held(need.sizes).total)
+        return wished if fits else need.sizes
 
     async def _beside(
         self, model: Model, need: _Need, wish: Mapping[str, int], machine: Machine, engines: Mapping[str, EngineProcess]
     ) -> Sizes:
         """The sizes of one more engine; the others have made room for it then, or have what they had before."""
-        asked = self._settings.weights_mem
-        most_bytes = need.weights_bytes if asked is None else min(asked, need.weights_bytes)
-        weights_bytes = min(wish.get("weights_bytes", most_bytes), most_bytes)
-        fixed_bytes, before = weights_bytes + need.workspace_bytes, dict(self._held)
-        division, is_wish = self._divide(fixed_bytes, wish)
-        if division is None or (
-            fixed_bytes + division.newcomer.device > machine.available_ram + division.freed_bytes(before)
-        ):
+        before = dict(self._held)
+        for weights_bytes in self._weights_to_try(need, wish):
+            fixed_bytes = weights_bytes + need.workspace_bytes
+            division, is_wish = self._divide(fixed_bytes, wish)
+            if division is not None and (
+                fixed_bytes + division.newcomer.device <= machine.available_ram + division.freed_bytes(before)
+            ):
+                break
+        else:
             raise NoRoom(model.name)
         if any(engines[name].state is not EngineState.READY for name in before):
             raise NoRoom(model.name)  # one that starts or ends can't make room
@@ -266,6 +298,13 @@ class Preparer:
         return need.sizes._replace(
             device_bytes=arenas.device, host_bytes=arenas.host, weights_bytes=weights_bytes
         )
+
+    def _weights_to_try(self, need: _Need, wish: Mapping[str, int]) -> list[int]:
+        """Bytes of weights for one more engine: as somebody once gave it by hand, then as the settings say if less."""
+        asked = self._settings.weights_mem
+        unasked_bytes = need.weights_bytes if asked is None else min(asked, need.weights_bytes)
+        wished_bytes = min(wish.get("weights_bytes", unasked_bytes), need.weights_bytes)
+        return [wished_bytes] if wished_bytes <= unasked_bytes else [wished_bytes, unasked_bytes]
 
     def _divide(self, fixed_bytes: int, wish: Mapping[str, int]) -> tuple[room.Division | None, bool]:
         """Room for one more engine, and whether it has what somebody once gave it by hand: it does where that fits."""

@@ -62,7 +62,7 @@ class Shares:
         self._residency = residency
         self._leases = leases
         self._shares: dict[bytes, Share] = {}
-        self._owners: dict[PageKey, bytes] = {}  # of roots, tenants with a bound only; the last used last
+        self._owners: dict[PageKey, bytes] = {}  # of roots, tenants with a bound only; the last used last, see `_note`
         self._file: Path | None = None
 
     def remember(self, file: Path) -> None:
@@ -101,6 +101,8 @@ class Shares:
         share.roots[root] = None
 
     def _note(self, tenant: bytes, root: PageKey) -> None:
+        # A root that is known moves here, and not in the file: that would be a line for each request. After a restart
+        # the order is that in which roots were noted, or had when the file was last written anew.
         known = self._owners.pop(root, None) is not None
         if len(self._owners) >= MAX_OWNED:
             self._forget_roots(MAX_OWNED // 2)  # not one at a time: it takes a look at all

@@ -18,12 +18,15 @@ def read_lines(file: Path) -> list[bytes]:
 
 def replace(file: Path, text: str) -> None:
     """Puts a new file in the place of the old one. Where that can't be done the old one stays."""
-    with contextlib.suppress(OSError):
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600)
         with os.fdopen(descriptor, "w") as opened:
             opened.write(text)
         os.replace(temporary, file)
+    except OSError:
+        with contextlib.suppress(OSError):  # nothing is left behind of what a full disk cut short
+            temporary.unlink()
 
 
 def append_line(file: Path, line: str) -> None:

@@ -180,6 +180,7 @@ class Runner:
         read: each time the step counts for nothing.
         """
         weights = self.weights
+        between = partial(_check, gives_way) if gives_way is not None else None
         choosing = Choosing(batch, wanted, self._picker, self._layout.layer_bytes) if wanted else None
         if streamed or self.reads_weights:
             with contextlib.ExitStack() as stack:
@@ -188,7 +189,7 @@ class Runner:
                     return self._run_layers(batch, pages, choosing)
                 return self._run_weights(batch, pages, weights, choosing)
         if choosing is not None:
-            return self._run_layers(batch, _Pages(self._memories, batch.pages), choosing)
+            return self._run_layers(batch, _Pages(self._memories, batch.pages), choosing, between)
         arguments = (
             self._memories,
             batch.tokens,
@@ -198,7 +199,6 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
-        between = partial(_check, gives_way) if gives_way is not None else None
         if batch.bounds is not None:
             return cast("StreamedDecoder", self._decoder).forward(*arguments, batch.bounds, between)
         return self._decoder.forward(*arguments, between=between)
@@ -219,12 +219,16 @@ class Runner:
         return self.weights is not None and self.weights.streams
 
     @property
+    def picked_bytes(self) -> int:
+        """What was read of the store for rows that had chosen it, since the start."""
+        return self._picker.read_bytes if self._picker is not None else 0
+
+    @property
     def streaming(self) -> dict[str, int | float]:
         """What was streamed since the start, and the memory that it takes now."""
         found = self._staging.statistics()._asdict() if self._staging is not None else {}
         if self._picker is not None and found:
-            picked = self._picker.read_bytes
-            found |= {"read_bytes": found["read_bytes"] + picked, "picked_bytes": picked}
+            found |= {"read_bytes": found["read_bytes"] + self.picked_bytes, "picked_bytes": self.picked_bytes}
         return found
 
     def rest(self) -> None:
@@ -255,11 +259,18 @@ class Runner:
         else:
             self._decoder.start(*arguments)
 
-    def _run_layers(self, batch: Batch, pages: _Pages, choosing: Choosing | None) -> Logits:
-        """The step layer by layer: pages that are streamed for one are read while those before it are computed."""
+    def _run_layers(
+        self, batch: Batch, pages: _Pages, choosing: Choosing | None, between: Callable[[], None] | None = None
+    ) -> Logits:
+        """The step layer by layer: pages that are streamed for one are read while those before it are computed.
+
+        `between` is called before each layer, and may raise.
+        """
         decoder = self._decoder
         self._start(batch)
         for layer in range(self._layout.num_layers):
+            if between is not None:
+                between()
             where = pages.at(layer, self._layout, self._clock() + SECTION_TIMEOUT_S)
             if choosing is None:
                 decoder.layer(layer, pages.memories, where)

@@ -29,8 +29,8 @@ from tierd.tiers.policy import CostEstimator
 
 log = logging.getLogger(__name__)
 
-# Steps in a row whose streamed pages could not be read. Each time what was lost is computed again; a disk that loses
-# pages as fast as they are computed is turned off.
+# Steps in a row whose streamed pages could not be read, not counting those that read none. Each time what was lost is
+# computed again; a disk that loses pages as fast as they are computed is turned off.
 MAX_LOST_STEPS = 5
 # A step that is expected to take so long is computed layer by layer, so that it can give way; a card's takes less.
 LONG_STEP_S = 0.05
@@ -118,10 +118,11 @@ class Steps:
         work: list[Work] = []
         failed: list[tuple[Work, Exception]] = []
         for request, chunk in wanted:
-            if request.mode is not None and request.mode.selects and request.selection is None:
-                request.selection = self._runner.new_selection()
-            item = Work(request, chunk, request.phase is Phase.DECODE, _parts(request, chunk, self._limits.page_tokens))
+            item = Work(request, chunk, request.phase is Phase.DECODE, [])
             try:
+                if request.mode is not None and request.mode.selects and request.selection is None:
+                    request.selection = self._runner.new_selection()
+                item = replace(item, parts=_parts(request, chunk, self._limits.page_tokens))
                 # Ask for all of them, even when one has to wait: what they get they keep.
                 granted = [self._pager.allocate(part.lease, part.start, _end(part)) for part in item.parts]
                 if all(granted):
@@ -157,7 +158,7 @@ class Steps:
         """
         parts = [part for item in work for part in item.parts]
         rows = [batch.Rows(part.tokens, part.start, part.pages, part.sample, part.bound) for part in parts]
-        started_s = self._clock()
+        started_s, picked_bytes = self._clock(), self._runner.picked_bytes
         for item in work:
             item.request.times.started_s = item.request.times.started_s or started_s
         streamed = [key for part in parts for key in part.streamed]
@@ -176,7 +177,7 @@ class Steps:
             return None
         self._gave_way = False
         self._pool(work)
-        self._measure(work, started_s, self._clock(), bool(streamed))
+        self._measure(work, started_s, self._clock(), bool(streamed) or self._runner.picked_bytes > picked_bytes)
         ends = np.cumsum([sum(part.sample for part in item.parts) for item in work])
         return np.split(logits, ends[:-1])
 
@@ -220,8 +221,8 @@ class Steps:
         self.speculator.learn(request.draft, drawn, len(logits) - 1)
         return over
 
-    def _measure(self, work: list[Work], started_s: float, now_s: float, streamed: bool) -> None:
-        if streamed:
+    def _measure(self, work: list[Work], started_s: float, now_s: float, was_read: bool) -> None:
+        if was_read:  # pages of the store were
             self._lost_steps = 0
         decode_rows = sum(item.rows for item in work if item.decodes)
         prefill_rows = sum(item.rows for item in work if not item.decodes)
@@ -235,7 +236,7 @@ class Steps:
         self._totals.step_s += now_s - started_s
         self._totals.prefill_rows += prefill_rows
         is_bounded = any(item.request.mode is not None for item in work)
-        if prefill_rows and not decode_rows and not streamed and not is_bounded:
+        if prefill_rows and not decode_rows and not was_read and not is_bounded:
             positions = sum(item.chunk.count * (item.chunk.start + item.chunk.count / 2) for item in work)
             self._estimator.add(prefill_rows, positions / prefill_rows, now_s - started_s)
             self._pager.residency.cost = self._estimator.cost

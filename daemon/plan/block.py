@@ -44,6 +44,7 @@ class Block(NamedTuple):
     streams: int
     rows: int
     sizes: Sizes
+    workspace_bytes: int  # beside them
     tokens_per_s: float  # of the whole batch, prompts included
     why: tuple[str, ...]
 
@@ -118,7 +119,7 @@ def _block(
         f"a step waits for {'the disk' if step.bound == 'disk' else 'the computation'}"
         f" ({step.disk:.3g} s and {step.device:.3g} s)",
     )
-    return Block(streams, rows, sizes, rate, why)
+    return Block(streams, rows, sizes, bytes_of.workspace, rate, why)
 
 
 def _sizes(subject: Subject, extent: Extent, settings: Settings, computer: Machine, streams: int) -> Sizes:

@@ -19,7 +19,7 @@ from tierd.daemon.protocol import TERMINAL
 from tierd.daemon.supervisor import Model
 
 SIZES = Sizes(1 << 28, 0, 1 << 26, 0, 1 << 30)
-BLOCK = Block(48, 1024, SIZES, 100.0, ("48 sequences at once",))
+BLOCK = Block(48, 1024, SIZES, 3 << 26, 100.0, ("48 sequences at once",))
 WISH = {"model": "alpha", "requests": 10, "prompt_tokens": 20, "answer_tokens": 30, "longest_tokens": 80}
 
 
@@ -102,6 +102,13 @@ async def test_its_engine_is_raised_and_lowered(front: Front) -> None:
     await batch.call("release")
     await until(lambda: "alpha" not in front.supervisor.engines)  # with all that it had
     assert engine.state == "ended" and (await config_of(front)).max_streams == usual.max_streams == 16
+
+
+async def test_what_its_engine_takes_is_counted(front: Front) -> None:
+    batch = await front.connect()
+    await batch.call("reserve", **WISH)
+    held = front.prepare._held["alpha"]
+    assert held.arenas == (SIZES.device_bytes, SIZES.host_bytes) and held.workspace == BLOCK.workspace_bytes
 
 
 async def test_running_answers_end_first_and_every_model_goes(front: Front) -> None:

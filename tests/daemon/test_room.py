@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tierd.daemon import prepare, supervisor
 from tierd.daemon.child import EngineState
-from tierd.daemon.errors import OutOfSpace
+from tierd.daemon.errors import EngineFailed, OutOfSpace
 from tierd.daemon.machine import Machine
 from tierd.daemon.room import Arenas, Held, divide, left_of, regrown, total_of
 
@@ -314,19 +314,110 @@ async def test_weights_that_were_given_up_are_there_for_pages_and_for_another_mo
         await front.service.resize("alpha", {"weights_bytes": most})
 
 
-async def test_weights_that_came_into_memory_count_although_pages_found_none(tmp_path, machine):
+@pytest.mark.parametrize("has", [GB, 2 * GB, 5 * GB])
+async def test_after_a_refusal_the_weights_count_that_the_engine_has(tmp_path, machine, has):
     path = make_model(tmp_path / "models", "alpha", weights_bytes=8 * GB)
+    set_options(path, refuse_resize=True, status={"weights": {"memory_bytes": has}})
+    async with _front(tmp_path, machine, weights_mem=2 * GB) as front:
+        await front.service.load("alpha")
+        before = front.prepare._held["alpha"]
+        with pytest.raises(OutOfSpace, match="running requests need it"):
+            await front.service.resize("alpha", {"weights_bytes": 6 * GB, "device_bytes": GB})
+        assert front.prepare._held["alpha"] == before._replace(weights=has)
+
+
+async def test_a_refusal_by_an_engine_that_says_nothing_changes_nothing(tmp_path, machine):
+    path = make_model(tmp_path / "models", "alpha", weights_bytes=8 * GB)
+    set_options(path, refuse_resize=True)
     async with _front(tmp_path, machine) as front:
         await front.service.load("alpha")
-        await front.service.resize("alpha", {"weights_bytes": 2 * GB})
         before = front.prepare._held["alpha"]
-        set_options(path, refuse_resize=True)
-        await front.service.unload("alpha")
+        with pytest.raises(OutOfSpace, match="running requests need it"):
+            await front.service.resize("alpha", {"weights_bytes": 6 * GB})
+        assert front.prepare._held["alpha"] == before
+
+
+class Slow:
+    """An engine of alpha that does what it is asked when it may."""
+
+    model = "alpha"
+
+    def __init__(self):
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def call(self, op, args, timeout_s):
+        self.asked.set()
+        await self.may_answer.wait()
+        return dict(args)
+
+
+async def test_a_resize_is_booked_although_its_client_has_gone(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
         await front.service.load("alpha")
-        for size in (6 * GB, 5 * GB):
-            with pytest.raises(OutOfSpace, match="running requests need it"):
-                await front.service.resize("alpha", {"weights_bytes": size, "device_bytes": GB})
-            assert front.prepare._held["alpha"] == before._replace(weights=6 * GB)
+        prepare, slow, size = front.prepare, Slow(), {"device_bytes": GB}
+        resizing = asyncio.create_task(prepare.resize(slow, size, 10.0))
+        await slow.asked.wait()
+        resizing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resizing
+        assert prepare._one_at_a_time.locked(), "others would count with what it had before"
+        slow.may_answer.set()
+        await until(lambda: not prepare._one_at_a_time.locked())
+        assert (prepare._held["alpha"].arenas.device, prepare._cap.device) == (GB, GB)
+        assert prepare._resized == {"alpha": size}
+
+
+async def test_who_goes_away_before_a_resize_begins_has_changed_nothing(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
+        await front.service.load("alpha")
+        prepare, slow = front.prepare, Slow()
+        async with prepare._one_at_a_time:
+            resizing = asyncio.create_task(prepare.resize(slow, {"device_bytes": GB}, 10.0))
+            await asyncio.sleep(0)
+            resizing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await resizing
+        await front.service.resize("alpha", {"host_bytes": 0})
+        assert not slow.asked.is_set() and prepare._held["alpha"].arenas.device == 4 * GB
+
+
+async def test_an_engine_that_has_ended_is_not_resized(fake_models, tmp_path, machine):
+    async with _front(tmp_path, machine) as front:
+        with pytest.raises(EngineFailed, match="alpha has ended"):
+            await front.prepare.resize(Slow(), {"weights_bytes": "auto"}, 10.0)
+
+
+async def test_nothing_is_kept_of_a_model_that_found_no_room_nor_of_one_that_ended(tmp_path, machine):
+    for name in ("alpha", "beta"):
+        make_model(tmp_path / "models", name, weights_bytes=6 * GB)
+    async with _front(tmp_path, machine, pinned_models=("alpha",)) as front:
+        await front.service.load("alpha")
+        with pytest.raises(OutOfSpace, match="beta does not fit beside alpha"):
+            await front.service.load("beta")
+        assert front.prepare._needs.keys() == front.prepare._held.keys() == {"alpha"}
+        await front.service.unload("alpha")
+        await until(lambda: not front.prepare._held)
+        assert not front.prepare._needs
+
+
+@pytest.mark.parametrize("free, weights", [(16 * GB, 5 * GB), (9 * GB // 2, 2 * GB)])
+async def test_weights_that_resize_gave_beyond_the_setting_come_back_where_there_is_room(
+    tmp_path, machine, free, weights
+):
+    make_model(tmp_path / "models", "alpha", weights_bytes=6 * GB)
+    make_model(tmp_path / "models", "beta")
+    now = [machine]
+    async with _front(tmp_path, lambda: now[0], weights_mem=2 * GB, host_mem=0) as front:
+        await front.service.load("beta")
+        await front.service.load("alpha")
+        await front.service.resize("alpha", {"weights_bytes": 5 * GB})
+        await front.service.unload("alpha")
+        await until(lambda: front.prepare._held["beta"].arenas.device == 4 * GB)
+        now[0] = machine._replace(available_ram=free)
+        await front.service.load("alpha")
+        assert set(front.supervisor.engines) == {"alpha", "beta"}
+        assert front.prepare._held["alpha"].weights == weights
+        assert ["no room for more" in text for text in front.engine("alpha").notices] == [True] * (weights < 5 * GB)
 
 
 async def test_the_workspace_counts_beside_weights_that_are_resized(tmp_path, machine):

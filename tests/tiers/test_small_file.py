@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 from tierd.tiers import small_file
@@ -28,3 +29,22 @@ def test_no_link_is_followed_and_a_directory_that_is_gone_is_no_error(tmp_path: 
         small_file.append_line(file, "line")
         small_file.replace(file, "line\n")
         assert small_file.read_lines(file) == []
+
+
+def test_what_cannot_take_its_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.mkdir()  # nothing can be put in its place
+    small_file.replace(file, "line\n")
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_cut_short_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    small_file.replace(file, "old\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, hard))
+    try:
+        small_file.replace(file, "longer than that\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert small_file.read_lines(file) == [b"old"] and [found.name for found in tmp_path.iterdir()] == ["file"]

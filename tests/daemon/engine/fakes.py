@@ -174,6 +174,7 @@ class PickedPages:
                 raise damaged([key])
             self._store.read_into(key, row)
         self.memory = block
+        self.read_bytes += block.nbytes
         return block.ctypes.data + RECORD * np.arange(len(keys))
 
 

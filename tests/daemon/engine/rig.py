@@ -52,11 +52,12 @@ def fail(obj: object, method: str, error: Exception) -> None:
 
 
 class Rig:
-    """`host` and `store` are pages of those tiers, 0 for none. Copies and reads run between two turns."""
+    """`host` and `store` are pages of those tiers, 0 for none; rows may choose their pages if it `selects`. Copies
+    and reads run between two turns."""
 
     def __init__(
         self, slots: int = 64, *, host: int = 0, store: int = 0, max_streams: int = 4, max_rows: int = 16,
-        context: int = 200, mover: ManualMover | None = None,
+        context: int = 200, mover: ManualMover | None = None, selects: bool = True,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.mover = mover or ManualMover(1)
@@ -85,7 +86,8 @@ class Rig:
         self.picked = PickedPages(self.store)
         runner = Runner(
             self.decoder, layout, (device.array, lower.array), self.staged,  # type: ignore[arg-type]
-            selections=lambda: Selection(FakeBounds(), [0]), picker=self.picked,  # type: ignore[arg-type]
+            selections=(lambda: Selection(FakeBounds(), [0])) if selects else None,
+            picker=self.picked,  # type: ignore[arg-type]
         )  # fmt: skip
         self.streams = Streams(self.pager, runner, limits, self.clock)
         self.events: list[Event] = []

@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.daemon.engine.fakes import PAGE, RECORD, FakeDecoder, StagedPages, expected
+from tests.daemon.engine.fakes import PAGE, RECORD, FakeBounds, FakeDecoder, StagedPages, expected
 from tests.tiers.stand_ins import MemoryStore
 from tierd.daemon.engine.batch import Batch, Rows, build
-from tierd.daemon.engine.runner import Runner
+from tierd.daemon.engine.runner import GaveWay, Runner
+from tierd.daemon.engine.selection import Lesson, Selection
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.errors import StagingLost
 from tierd.tiers.keys import page_key, root_key
@@ -55,3 +56,27 @@ def test_a_streamed_page_of_two_sequences_is_read_once() -> None:
     found = runner.run(build(last, PAGE), [KEY, KEY])
     assert np.array_equal(found, [wanted[0], wanted[0]])
     assert store.reads == [KEY]
+
+
+class Layers(FakeDecoder):
+    """Notes which layers were computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[int] = []
+
+    def layer(self, index, memories, pages, placed=None, experts=None, choose=None):
+        self.layers.append(index)
+        super().layer(0, memories, pages, placed, experts, choose)
+
+
+def test_a_pass_that_takes_bounds_gives_way_between_two_layers() -> None:
+    device, decoder = np.zeros((2, RECORD), np.uint8), Layers()
+    runner = Runner(decoder, PageLayout(3, 1, 1, "fp32", PAGE), (device,))
+    batch = rows(device[0].ctypes.data, device[1].ctypes.data)
+    lesson = [(0, Lesson(Selection(FakeBounds(), [0, 0, 0]), 1))]
+    with pytest.raises(GaveWay):
+        runner.run(batch, gives_way=lambda: len(decoder.layers) == 2, wanted=lesson)
+    assert decoder.layers == [0, 1]
+    runner.run(batch, gives_way=lambda: False, wanted=lesson)
+    assert decoder.layers == [0, 1, 0, 1, 2]

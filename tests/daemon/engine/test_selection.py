@@ -15,6 +15,7 @@ from tests.daemon.engine.fakes import PAGE, expected, expected_selecting
 from tests.daemon.engine.rig import Rig
 from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.step_plain import generate
+from tierd.daemon.engine.stepping import MAX_LOST_STEPS
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.kv_mode import PAGE_TOKENS
 from tierd.daemon.protocol import Sampling, Submit
@@ -107,6 +108,55 @@ def test_a_page_that_is_lost_on_the_disk_is_computed_again() -> None:
     rig.run()
     assert rig.streams.totals.lost_steps > before
     assert rig.tokens(1) == expected_selecting(LONG, 40, READ)
+
+
+class Everything(list[bytes]):
+    """All keys."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def test_lost_pages_with_good_steps_between_leave_the_disk_on() -> None:
+    rig = Rig(slots=16, store=200, max_rows=8)
+    rig.submit(1, LONG, 40, kv_mode=SELECT)
+    while not rig.picked.reads:
+        rig.turn()
+    (request,) = rig.streams
+    for number in range(1, MAX_LOST_STEPS + 1):
+        assert request.lease is not None
+        # What lies before it is in memory: computed again, it streams nothing.
+        rig.picked.lost = [next(node.key for node in request.lease.nodes if not node.readable)]
+        while rig.streams.totals.lost_steps < number:
+            rig.turn()
+        rig.picked.lost = []
+        before, read_bytes = rig.staged.passes, rig.picked.read_bytes
+        while rig.picked.read_bytes == read_bytes:
+            assert rig.pager.writeback.on
+            rig.turn()
+        assert rig.staged.passes == before
+    rig.run()
+    assert rig.streams.totals.lost_steps == MAX_LOST_STEPS
+    assert rig.tokens(1) == expected_selecting(LONG, 40, READ)
+
+
+def test_lost_pages_in_a_row_turn_the_disk_off() -> None:
+    rig = Rig(slots=16, store=200, max_rows=8)
+    rig.submit(1, LONG, 40, kv_mode=SELECT)
+    while not rig.picked.reads:
+        rig.turn()
+    rig.picked.lost = rig.staged.lost = Everything()
+    rig.run()
+    assert not rig.pager.writeback.on and rig.streams.totals.lost_steps == MAX_LOST_STEPS
+
+
+def test_where_no_rows_can_choose_one_request_fails_and_the_others_go_on() -> None:
+    rig = Rig(selects=False)
+    rig.submit(1, LONG, 4, kv_mode=SELECT)
+    rig.submit(2, LONG[:20], 4)
+    rig.run()
+    assert rig.of(1, "failed")[0]["code"] == "unsupported_parameter"
+    assert rig.tokens(2) == expected(LONG[:20], 4)
 
 
 def test_preempted_it_computes_its_answer_again_and_says_the_same() -> None:

@@ -11,6 +11,8 @@ import pytest
 from tests.counts import counted
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
+from tests.daemon.engine.model.test_weights import least_bytes
+from tests.daemon.engine.model.test_weights import live as live_weights
 from tests.daemon.engine.test_bounded_live import pages, prompt, said
 
 CONTEXT, BEGIN, ANSWER = 256, 130, 30
@@ -47,6 +49,16 @@ def test_cold_restored_picked_from_the_disk_and_in_company(model: Path, tmp_path
         ((tokens, end),) = live.run(wanted[:1])
         assert tokens == right[0] and end.data["timings"].hit_nvme >= 96
         assert live.engine.loop._streams.streaming["picked_bytes"] > 0
+
+
+@pytest.mark.long
+def test_weights_that_are_streamed_change_nothing(tmp_path: Path) -> None:
+    shape = reference("llama", num_hidden_layers=6, max_position_embeddings=CONTEXT)
+    model, wanted = prepare(shape, tmp_path / "model"), asks()[:1]
+    with live_weights(model, tmp_path / "whole", None) as live:
+        right = said(live, wanted)
+    with live_weights(model, tmp_path / "streamed", least_bytes(model)) as live:
+        assert live.engine.weights.streams and said(live, wanted) == right
 
 
 @pytest.mark.long

@@ -164,6 +164,14 @@ async def test_what_does_not_become_free_in_time_is_told(live: Live) -> None:
         pager.device.drop(slot)
 
 
+async def test_a_refusal_leaves_the_weights_as_they_are(live: Live) -> None:
+    weights = live.engine.weights
+    whole_bytes = weights.memory_bytes
+    for args in ({"weights_bytes": 1}, {"weights_bytes": whole_bytes - 1, "device_bytes": 3}):
+        with pytest.raises((OutOfSpace, BadRequest)):
+            await resize(live, **args)
+    assert weights.statistics().memory_bytes == whole_bytes
+
 
 def filled(live: Live, pages: int) -> None:
     """Puts so many pages into the store; their bytes mean nothing, their checksums are right."""

@@ -98,6 +98,15 @@ def test_sizes_that_were_asked_for_are_taken() -> None:
     assert (block.sizes.device_bytes, block.sizes.host_bytes, block.sizes.weights_bytes) == (2 * GB, 0, 2 * GB)
 
 
+def test_all_memory_is_used_and_no_more() -> None:
+    few, many = chosen(8 * GB, streams=1), chosen(8 * GB, streams=40)
+    for block in (few, many):
+        sizes = block.sizes
+        used = sizes.device_bytes + sizes.host_bytes + sizes.weights_bytes + block.workspace_bytes
+        assert used == 8 * GB - 8 * GB // 10
+    assert many.workspace_bytes > few.workspace_bytes
+
+
 def test_nothing_where_not_one_fits() -> None:
     assert choose(GB // 8) is None
 

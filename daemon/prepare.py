@@ -281,7 +281,7 @@ class Preparer:
                 break
         else:
             raise NoRoom(model.name)
-        if any(engines[name].state is not EngineState.READY for name in before):
+        if any((one := engines.get(name)) is None or one.state is not EngineState.READY for name in before):
             raise NoRoom(model.name)  # one that starts or ends can't make room
         await self._resize_all(division.others, engines)
         kept = room.total_of(held.arenas for held in self._held.values())

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.daemon import prepare, supervisor
-from tierd.daemon.child import EngineState
+from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.errors import EngineFailed, OutOfSpace
 from tierd.daemon.machine import Machine
 from tierd.daemon.room import Arenas, Held, divide, left_of, regrown, total_of
+from tierd.daemon.supervisor import Model, NoRoom
 
 GB = 4096 * 250_000
 BYTES = st.integers(0, 20 * GB)
@@ -144,6 +145,20 @@ async def test_an_engine_whose_requests_need_its_memory_keeps_it(fake_models, tm
         wire.generate(1, "x", model="beta", max_tokens=2)
         assert text(await wire.until_end(1))
         assert set(front.supervisor.engines) == {"beta"} and await _arenas(front, "beta") == alone
+
+
+async def test_one_that_ends_while_a_newcomer_is_prepared_is_waited_for(fake_models, tmp_path, machine):
+    engines: dict[str, EngineProcess] = {}
+
+    def probe() -> Machine:
+        engines.pop("alpha", None)  # the machine is looked at in a thread: the front goes on
+        return machine
+
+    async with _front(tmp_path, probe) as front:
+        await front.service.load("alpha")
+        engines.update(front.supervisor.engines)
+        with pytest.raises(NoRoom):
+            await front.prepare(Model("beta", fake_models / "beta"), engines)
 
 
 async def test_pinned_models_stay(tmp_path, machine):

@@ -17,7 +17,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_directory(REPOSITORY / ".cache" / "numba")))
 
 MODEL = "smollm2-135m"
+LONGEST = ("test_apart", "test_apart_long")  # minutes, in a process of their own
 GRACE_S = 2.0  # threads that were told to stop get this long to be gone
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: of several processes none is left alone with one of them at the end."""
+    items.sort(key=lambda item: item.name not in LONGEST)
 
 
 def open_files() -> set[str]:

@@ -14,6 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from front_harness import Daemon, Front, make_model, make_settings, running
+from memory_rig import GB
+
+from tierd.daemon.machine import Machine
 
 
 @pytest.fixture
@@ -22,6 +25,12 @@ def fake_models(tmp_path: Path) -> Path:
     for name in ("alpha", "beta"):
         make_model(tmp_path / "models", name)
     return tmp_path / "models"
+
+
+@pytest.fixture
+def machine() -> Machine:
+    """16 GB: device 4, host 2.4, and 8 for weights."""
+    return Machine(16 * GB, 16 * GB, 100 * GB)
 
 
 @pytest.fixture

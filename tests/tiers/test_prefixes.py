@@ -44,8 +44,7 @@ def test_runs_without_a_branch_are_one_line() -> None:
     assert (two.pages, two.own_tokens) == (4, 5)
     assert (system.head, one.head) == (tuple(SYSTEM), tuple(ONE[8:]))
     assert (system.hits, one.hits) == (1, 0)
-    assert one.idle_s == 30
-    assert not one.in_use
+    assert one.idle_s == 30 and not one.in_use
     rig.close()
 
 

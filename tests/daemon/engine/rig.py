@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from tests.daemon.engine.fakes import PAGE, RECORD, VOCAB, FakeBounds, FakeDecoder, PickedPages, StagedPages
@@ -85,9 +86,9 @@ class Rig:
         assert layout.payload_bytes == RECORD
         self.picked = PickedPages(self.store)
         runner = Runner(
-            self.decoder, layout, (device.array, lower.array), self.staged,  # type: ignore[arg-type]
+            self.decoder, layout, (device.array, lower.array), self.staged,
             selections=(lambda: Selection(FakeBounds(), [0])) if selects else None,
-            picker=self.picked,  # type: ignore[arg-type]
+            picker=self.picked,
         )  # fmt: skip
         self.streams = Streams(self.pager, runner, limits, self.clock)
         self.events: list[Event] = []
@@ -104,6 +105,15 @@ class Rig:
             self.mover.run_all()
             self.events += self.streams.take_events()
             assert self.pager.check() == []
+
+    def disturb(self, number: int, chance: random.Random) -> None:
+        """Perhaps cancels a request, and perhaps preempts any."""
+        if chance.random() < 0.2:
+            self.streams.cancel(number)
+        if chance.random() < 0.3 and self.streams._requests:
+            request = chance.choice(list(self.streams._requests.values()))
+            if request.lease is not None:
+                self.streams._preempt(request)
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):

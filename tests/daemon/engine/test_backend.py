@@ -94,10 +94,8 @@ class Mixed(backend.CpuBackend):
         def arrays(memories: Any) -> list[np.ndarray]:
             return [whole_array(memory) for memory in memories]
 
-        decoder.forward = (  # type: ignore[method-assign]
-            lambda memories, *more, **named: forward(arrays(memories), *more, **named)
-        )
-        decoder.layer = lambda index, memories, *more: layer(index, arrays(memories), *more)  # type: ignore[method-assign]
+        decoder.forward = lambda memories, *more, **named: forward(arrays(memories), *more, **named)
+        decoder.layer = lambda index, memories, *more: layer(index, arrays(memories), *more)
         return decoder
 
     def close(self) -> None:

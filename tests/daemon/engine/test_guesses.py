@@ -222,12 +222,7 @@ def test_the_tokens_are_those_that_come_without_a_draft_model() -> None:
         oracle.answers[number] = [*prompt, *wanted[number]]
         one.submit(number, prompt, len(wanted[number]), priority=chance.randint(0, 2))
         one.turn(chance.randint(0, 6))
-        if chance.random() < 0.2:
-            one.streams.cancel(number)
-        if chance.random() < 0.3 and one.streams._requests:
-            request = chance.choice(list(one.streams._requests.values()))
-            if request.lease is not None:
-                one.streams._preempt(request)
+        one.disturb(number, chance)
     one.run()
     for number, answer in wanted.items():
         if one.terminal(number) != ["aborted"]:

@@ -94,11 +94,17 @@ def test_pages_that_are_not_chosen_may_lie_below_and_on_the_disk() -> None:
         assert rig.streams.totals.preemptions == 0 and (rig.picked.reads > 0) == (host == 0)
 
 
-def test_a_page_that_is_lost_on_the_disk_is_computed_again() -> None:
+def reading() -> Rig:
+    """A request that has begun to read what it chose from the disk."""
     rig = Rig(slots=16, store=200, max_rows=8)
     rig.submit(1, LONG, 40, kv_mode=SELECT)
     while not rig.picked.reads:
         rig.turn()
+    return rig
+
+
+def test_a_page_that_is_lost_on_the_disk_is_computed_again() -> None:
+    rig = reading()
     (request,) = rig.streams
     assert request.lease is not None
     rig.picked.lost = [node.key for node in request.lease.nodes if not node.readable]
@@ -118,10 +124,7 @@ class Everything(list[bytes]):
 
 
 def test_lost_pages_with_good_steps_between_leave_the_disk_on() -> None:
-    rig = Rig(slots=16, store=200, max_rows=8)
-    rig.submit(1, LONG, 40, kv_mode=SELECT)
-    while not rig.picked.reads:
-        rig.turn()
+    rig = reading()
     (request,) = rig.streams
     for number in range(1, MAX_LOST_STEPS + 1):
         assert request.lease is not None
@@ -141,10 +144,7 @@ def test_lost_pages_with_good_steps_between_leave_the_disk_on() -> None:
 
 
 def test_lost_pages_in_a_row_turn_the_disk_off() -> None:
-    rig = Rig(slots=16, store=200, max_rows=8)
-    rig.submit(1, LONG, 40, kv_mode=SELECT)
-    while not rig.picked.reads:
-        rig.turn()
+    rig = reading()
     rig.picked.lost = rig.staged.lost = Everything()
     rig.run()
     assert not rig.pager.writeback.on and rig.streams.totals.lost_steps == MAX_LOST_STEPS
@@ -254,12 +254,7 @@ def test_random_lives_leave_nothing_that_is_wrong(seed: int) -> None:
         texts[number] = [*prompt, *wanted[number]]
         rig.submit(number, prompt, count, kv_mode=SELECT if selects else None, priority=chance.randint(0, 2))
         rig.turn(chance.randint(0, 9))
-        if chance.random() < 0.2:
-            rig.streams.cancel(number)
-        if chance.random() < 0.3 and rig.streams._requests:
-            request = chance.choice(list(rig.streams._requests.values()))
-            if request.lease is not None:
-                rig.streams._preempt(request)
+        rig.disturb(number, chance)
     rig.run()
     for number, tokens in wanted.items():
         if rig.terminal(number) == ["done"]:

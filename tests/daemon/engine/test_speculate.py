@@ -208,19 +208,12 @@ def live_through(seed: int) -> None:
     chance = random.Random(seed)
     one = rig(Speculate.ON, slots=14, host=chance.choice((0, 9)), store=chance.choice((0, 40)), max_streams=3)
     wanted: dict[int, tuple[list[int], int]] = {}
-    aborted: set[int] = set()
     for number in range(1, 9):
         prompt = [chance.choice((1, 2)) for _ in range(chance.randint(1, 20))]
         wanted[number] = (prompt, chance.randint(1, 16))
         one.submit(number, *wanted[number], priority=chance.randint(0, 2))
         one.turn(chance.randint(0, 6))
-        if chance.random() < 0.2:
-            aborted.add(number)
-            one.streams.cancel(number)
-        if chance.random() < 0.2 and one.streams._requests:
-            request = chance.choice(list(one.streams._requests.values()))
-            if request.lease is not None:
-                one.streams._preempt(request)
+        one.disturb(number, chance)
     one.run()
     for number, (prompt, count) in wanted.items():
         if one.terminal(number) != ["aborted"]:

@@ -116,7 +116,7 @@ def test_layer_by_layer_with_slices_of_pages_in_a_ring() -> None:
     asked: list[None] = []
     inputs["page_table"] = table
     arena[:] = before
-    between = decoders.forward(decoder, arena, inputs, lambda: asked.append(None))  # type: ignore[arg-type]
+    between = decoders.forward(decoder, arena, inputs, lambda: asked.append(None))
     np.testing.assert_array_equal(between, whole)
     assert len(asked) == len(model.layers)
 

@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside a measured roofline, and of a whole decoder of SmolLM2-135M's shape.
 
-    python tests/bench/kernels.py [--threads N] [--quick] [--only products|FORMAT]
+    python tests/bench/kernels.py [--threads N] [--quick] [--only products|formats|FORMAT]
 
 Weights are random: the figures depend on shapes and formats only. Each figure is the median of its repetitions; on a
 machine that does other work, look at the smallest of several runs.
@@ -9,10 +9,12 @@ machine that does other work, look at the smallest of several runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
@@ -32,6 +34,7 @@ SMOLLM2_135M = DecoderShape(
     qk_norm=False, windows=(0,) * 30,
 )  # fmt: skip
 CONTEXT = 2304
+LONG_CONTEXT = 4096
 
 
 def median_s(run: Callable[[], object], repetitions: int) -> float:
@@ -89,7 +92,7 @@ def synthetic_decoder(page_format: str, threads: int, max_rows: int) -> CpuDecod
         for _ in range(shape.num_layers)
     ]
     embed = random_matrix(rng, WeightFormat.INT8_G32, shape.vocab, shape.hidden)
-    angles = np.outer(np.arange(CONTEXT), 10000.0 ** (-np.arange(32) / 32))
+    angles = np.outer(np.arange(LONG_CONTEXT), 10000.0 ** (-np.arange(32) / 32))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     layout = PageLayout(shape.num_layers, shape.kv_heads, shape.head_dim, page_format)
     return CpuDecoder(shape, layers, embed, one.attn_norm, embed, layout, cos, sin, max_rows, threads)
@@ -193,11 +196,30 @@ def bench_products(threads: int, roof: tuple[float, float]) -> None:
             print(text)
 
 
+def bench_formats(threads: int, rounds: int) -> None:
+    """A decode step over a long context in every page format, in turn: median, and median quotient of a round."""
+    with contextlib.ExitStack() as stack:
+        steps: dict[str, Callable[[], object]] = {}
+        for page_format in PAGE_FORMATS:
+            decoder = stack.enter_context(synthetic_decoder(page_format, threads, 8))
+            arena = np.full((LONG_CONTEXT // 16, decoder.layout.record_bytes), 0x3C, np.uint8)
+            steps[page_format] = partial(decoder.forward, **inputs(arena, 1, LONG_CONTEXT - 1, LONG_CONTEXT))
+            steps[page_format]()
+        found: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(rounds):
+            for name, step in steps.items():
+                found[name].append(median_s(step, 3))
+    print(f"a decode step at {LONG_CONTEXT} tokens, {threads} threads, {rounds} rounds")
+    for name, seconds in found.items():
+        quotient = statistics.median(a / b for a, b in zip(seconds, found["fp32"], strict=True))
+        print(f"  {name}: {1e3 * statistics.median(seconds):6.2f} ms, {quotient:.2f} of fp32")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--only", choices=("products", *PAGE_FORMATS), help="one part")
+    parser.add_argument("--only", choices=("products", "formats", *PAGE_FORMATS), help="one part")
     arguments = parser.parse_args()
     repetitions = 3 if arguments.quick else 9
     start = time.perf_counter()
@@ -207,6 +229,8 @@ def main() -> None:
         roof = roofline()
         print(f"roofline: {roof[0] / 1e9:.1f} GB/s read, {roof[1] / 1e9:.0f} GFLOP/s sgemm (numpy)")
         bench_products(arguments.threads, roof)
+    if arguments.only in (None, "formats"):
+        bench_formats(arguments.threads, repetitions)
     for page_format in PAGE_FORMATS:
         if arguments.only == page_format or (arguments.only is None and page_format in ("fp32", "fp16", "k8v4")):
             with synthetic_decoder(page_format, arguments.threads, 512) as decoder:

@@ -18,12 +18,22 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_directory(REPOSITORY / ".cach
 
 MODEL = "smollm2-135m"
 LONGEST = ("test_apart", "test_apart_long")  # minutes, in a process of their own
+# The first process starts with these, the second one with the kernels: it has compiled them when others need them.
+WITHOUT_KERNELS, KERNELS = ("test_layers.py", "clients", "sim"), "kernels"
 GRACE_S = 2.0  # threads that were told to stop get this long to be gone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: of several processes none is left alone with one of them at the end."""
-    items.sort(key=lambda item: item.name not in LONGEST)
+    """The longest first: of several processes none is left alone with one of them at the end. Nor do all of them wait
+    for the kernels to be compiled at once."""
+
+    def place(item: pytest.Item) -> int:
+        room = item.path.relative_to(REPOSITORY / "tests").parts[0]
+        if item.name in LONGEST:
+            return 0
+        return 1 if room in WITHOUT_KERNELS else 2 if room == KERNELS else 3
+
+    items.sort(key=place)
 
 
 def open_files() -> set[str]:

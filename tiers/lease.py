@@ -88,6 +88,7 @@ class Lease:
         next_load: places above this one are loaded, on their way or given up.
         loading: whether absent pages may be loaded.
         deadline_s: when loading is given up.
+        unseen: so many first pages no row sees: they may be in memory or not.
         dropped: pages after the known ones that were given back: no later row of the sequence sees them.
         changes: grows when slots of private or filling pages change.
         table: addresses of all pages, as of `table_version`; 0 for those that no memory holds.
@@ -97,7 +98,7 @@ class Lease:
     __slots__ = (
         "__weakref__", "absent", "changes", "deadline_s", "dropped", "filling", "loading", "lost", "next_load", "nodes",
         "origins", "page_tokens", "private", "reached", "root", "share", "state", "streamed", "table", "table_version",
-        "tail", "tail_origin", "tail_tokens", "unkeyed",
+        "tail", "tail_origin", "tail_tokens", "unkeyed", "unseen",
     )  # fmt: skip
 
     def __init__(self, root: PageKey, page_tokens: int) -> None:
@@ -119,6 +120,7 @@ class Lease:
         self.next_load = NOWHERE
         self.loading = True
         self.deadline_s = 0.0
+        self.unseen = 0
         self.dropped = 0
         self.changes = 0
         self.table: Addresses = np.empty(0, np.int64)

@@ -178,15 +178,15 @@ class Pager:
             lease.state = LeaseState.LIVE
         return lease
 
-    def fetch(self, lease: Lease, deadline_s: float) -> None:
-        """Starts bringing the pages of a lease to memory; `poll` completes it.
+    def fetch(self, lease: Lease, deadline_s: float, unseen: int = 0) -> None:
+        """Starts bringing the pages of a lease to memory, but for the first `unseen` of them; `poll` completes it.
 
         Meanwhile the engine may compute absent pages itself, see `Lease.skip`. A page that fails, or has not arrived
         at the deadline, is to be computed. What arrives later is cached.
         """
         self._require_live(lease)
         if lease.state is LeaseState.MATCHED:
-            self.promoter.fetch(lease, deadline_s)
+            self.promoter.fetch(lease, deadline_s, unseen)
 
     def allocate(self, lease: Lease, start: int, end: int) -> bool:
         """Device slots for the rows `start` to `end` of the sequence, where it has none yet.

@@ -71,8 +71,9 @@ class Promoter:
         self._evictor = evictor
         self._writeback = writeback
 
-    def fetch(self, lease: Lease, deadline_s: float) -> None:
+    def fetch(self, lease: Lease, deadline_s: float, unseen: int) -> None:
         """Starts the loads and copies of a lease; it is ready at once if there is nothing to move."""
+        lease.unseen = unseen
         lease.state = LeaseState.LIVE
         lease.deadline_s = deadline_s
         lease.next_load = max(lease.absent, default=NOWHERE)
@@ -121,7 +122,7 @@ class Promoter:
         started = False
         if self._evictor.asked:
             return False  # what is free is meant for pages to be written: they would push each other out for ever
-        for node in lease.nodes:
+        for node in lease.nodes[lease.unseen :]:
             if self.loader.in_flight >= _REFILL_PAGES:
                 break
             if not node.readable and node.durable and node.load is None and node.computer is None:
@@ -244,6 +245,9 @@ class Promoter:
             self.misses[LostReason.ABSENT] += 1
             lease.lost = True
             return True  # it is to be computed
+        if place < lease.unseen:
+            self._leave_in_store(lease, place)
+            return True
         if not self.loader.has_room(JobClass.NOW):
             return False
         target = self._slot(len(lease.absent))
@@ -252,9 +256,12 @@ class Promoter:
             return True
         if self._evictor.in_motion or self.loader.in_flight:
             return False  # room is being made
-        lease.absent.discard(place)  # no room for it: every step reads it from the store
-        lease.changes += 1
+        self._leave_in_store(lease, place)  # no room for it: every step reads it there
         return True
+
+    def _leave_in_store(self, lease: Lease, place: int) -> None:
+        lease.absent.discard(place)
+        lease.changes += 1
 
     def _slot(self, wanted: int) -> Load | None:
         """A slot of either arena to load into; None if room has to be made first. Pages under leases keep theirs."""

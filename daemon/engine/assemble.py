@@ -142,7 +142,8 @@ def _build(
     host_slots = config.host_bytes // layout.record_bytes
     context = _context(config.context or manifest.context, manifest)
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
-    limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput)
+    window = 0 if backend.on_card or not all(spec.windows) else max(spec.windows, default=0)  # a card has no bounds
+    limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput, window=window)
     frequencies = rope.frequencies(spec, context)
     root = root_key(_namespace(manifest, layout, frequencies, backend))
 

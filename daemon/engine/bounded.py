@@ -7,24 +7,33 @@ import numpy as np
 
 from tierd.daemon.engine import fetch
 from tierd.daemon.engine.request import Request
-from tierd.daemon.engine.scheduler import pages_for
+from tierd.daemon.engine.scheduler import Limits, pages_for
 from tierd.daemon.engine.selection import Lesson, Pick
 from tierd.daemon.errors import OutOfSpace
+from tierd.daemon.kv_mode import KvMode
 from tierd.kernels.rows import Bound
 from tierd.tiers.lease import Addresses, Lease
 from tierd.tiers.pager import Pager
 
 
-def bound_of(request: Request, start: int, page_tokens: int) -> Bound:
+def bound_of(request: Request, start: int, page_tokens: int, window: int = 0) -> Bound:
     """What rows from `start` on see, and the pages that they are given. One that chooses is alone, and sees all that it
-    is given."""
-    mode = request.mode
+    is given. `window`: that of the model, if all of its layers were trained with one."""
+    mode = request.mode or (KvMode(window) if window else None)
     if mode is None:
         return Bound()
     if not mode.selects:
         return Bound(*mode.bound(start, page_tokens))
     end = (start // page_tokens + 1) * page_tokens
     return Bound(base=end - mode.read) if chooses(request, start) else Bound()
+
+
+def unseen_pages(request: Request, tokens: int, limits: Limits) -> int:
+    """So many first pages no row sees that comes after `tokens` known ones: with their keys they stay known, but nothing
+    has to bring them to memory."""
+    if not limits.window or request.mode is not None or request.private or request.beams is not None:
+        return 0
+    return bound_of(request, tokens, limits.page_tokens, limits.window).base // limits.page_tokens
 
 
 def chooses(request: Request, start: int) -> bool:

@@ -58,6 +58,7 @@ class Limits:
     target_step_s: float = 0.05  # 20 tokens a second and stream: faster than anybody reads
     prompt_step_s: float = 0.5  # of a step in which nobody decodes
     throughput: bool = False  # nobody looks on: prompts take all the rows that a step may have
+    window: int = 0  # tokens that a row sees in any layer, where all of them were trained with one; 0: all before it
 
     def __post_init__(self) -> None:
         if self.max_streams < 1 or self.page_tokens < 1:

@@ -122,7 +122,7 @@ class Steps:
             try:
                 if request.mode is not None and request.mode.selects and request.selection is None:
                     request.selection = self._runner.new_selection()
-                item = replace(item, parts=_parts(request, chunk, self._limits.page_tokens))
+                item = replace(item, parts=_parts(request, chunk, self._limits))
                 # Ask for all of them, even when one has to wait: what they get they keep.
                 granted = [self._pager.allocate(part.lease, part.start, _end(part)) for part in item.parts]
                 if all(granted):
@@ -251,7 +251,7 @@ class Steps:
             self._pager.writeback.turn_off(f"{self._lost_steps} steps in a row could not read their pages: {lost}")
 
 
-def _parts(request: Request, chunk: Chunk, page_tokens: int) -> list[Part]:
+def _parts(request: Request, chunk: Chunk, limits: Limits) -> list[Part]:
     """The rows of a chunk, without their pages."""
     beams, start, lease = request.beams, chunk.start, request.lease
     assert lease is not None  # the plan has chunks only for requests in PREFILL and DECODE
@@ -264,14 +264,14 @@ def _parts(request: Request, chunk: Chunk, page_tokens: int) -> list[Part]:
         last = chunk.count - 1
         return [
             Part(lease, [token], start + row, int(chunk.sample and row == last), nowhere, [],
-                 bound_of(request, start + row, page_tokens),
-                 wanted_by(request, lease, start + row, start + row + 1, page_tokens))
+                 bound_of(request, start + row, limits.page_tokens),
+                 wanted_by(request, lease, start + row, start + row + 1, limits.page_tokens))
             for row, token in enumerate(known)
         ]  # fmt: skip
     drafted = request.draft.tokens[: chunk.count - len(known)]
     sample = 1 + len(drafted) if chunk.sample and request.embedding is None else 0
-    bound = bound_of(request, start, page_tokens)
-    wanted = wanted_by(request, lease, start, start + len(known), page_tokens)
+    bound = bound_of(request, start, limits.page_tokens, limits.window)
+    wanted = wanted_by(request, lease, start, start + len(known), limits.page_tokens)
     return [Part(lease, [*known, *drafted], start, sample, nowhere, [], bound, wanted)]
 
 

@@ -187,7 +187,8 @@ class Streams:
         request.times.admitted_s = request.times.admitted_s or now_s
         request.fetched_s, request.fetched_pages, request.settled = now_s, len(lease.absent), False
         try:
-            self._pager.fetch(lease, now_s + FETCH_TIMEOUT_S)
+            unseen = bounded.unseen_pages(request, lease.num_tokens, self._limits)
+            self._pager.fetch(lease, now_s + FETCH_TIMEOUT_S, unseen)
         except Exception as exc:
             self.fail(request, exc)
         else:
@@ -332,6 +333,7 @@ class Streams:
     def _commit(self, request: Request, lease: Lease, before: int) -> None:
         """Name the pages that were filled since the request had computed `before` rows."""
         request.farthest = max(request.farthest, request.computed)
+        lease.unseen = bounded.unseen_pages(request, request.computed, self._limits)
         size = self._limits.page_tokens
         if not request.private and request.computed // size > before // size:
             bounded.commit(self._pager, request, lease)

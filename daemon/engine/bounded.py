@@ -29,8 +29,8 @@ def bound_of(request: Request, start: int, page_tokens: int, window: int = 0) ->
 
 
 def unseen_pages(request: Request, tokens: int, limits: Limits) -> int:
-    """So many first pages no row sees that comes after `tokens` known ones: with their keys they stay known, but nothing
-    has to bring them to memory."""
+    """So many first pages no row after `tokens` known ones sees: with their keys they stay known, but nothing has to
+    bring them to memory."""
     if not limits.window or request.mode is not None or request.private or request.beams is not None:
         return 0
     return bound_of(request, tokens, limits.page_tokens, limits.window).base // limits.page_tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,7 @@ def _build(
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = _facts(manifest, context, capacity_tokens, not backend.on_card)
+    facts = _facts(manifest, context, capacity_tokens, not backend.on_card, weights.shape.windows)
     remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
@@ -206,7 +206,7 @@ def _build(
     )  # fmt: skip
 
 
-def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool) -> Facts:
+def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool, windows: Sequence[int]) -> Facts:
     """What requests are checked against."""
     return Facts(
         vocab=manifest.spec.vocab,
@@ -217,6 +217,7 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool
         add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
         bounded=bounded,
+        windows=windows,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.engine.batch import Addresses, Batch, Ints
+from tierd.daemon.engine.heavy import Masses
 from tierd.daemon.engine.selection import Choosing, Selection, Wanted
 from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout
@@ -79,6 +80,7 @@ class StreamedDecoder(Decoder, Protocol):
         logit_rows: Ints,
         bounds: Ints | None = None,
         between: Callable[[], None] | None = None,
+        observed: Ints | None = None,
     ) -> Logits: ...
 
     def start(
@@ -90,6 +92,7 @@ class StreamedDecoder(Decoder, Protocol):
         logit_rows: Ints,
         rows: Rows | None = None,
         bounds: Ints | None = None,
+        observed: Ints | None = None,
     ) -> None: ...
 
     def layer(
@@ -103,6 +106,8 @@ class StreamedDecoder(Decoder, Protocol):
     ) -> None: ...
 
     def finish(self, head: Iterable[Part] | None = None) -> Logits: ...
+
+    def masses(self) -> Masses: ...
 
 
 @dataclass(slots=True)
@@ -199,13 +204,17 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
-        if batch.bounds is not None:
-            return cast("StreamedDecoder", self._decoder).forward(*arguments, batch.bounds, between)
+        if batch.bounds is not None or batch.observed is not None:
+            return cast("StreamedDecoder", self._decoder).forward(*arguments, batch.bounds, between, batch.observed)
         return self._decoder.forward(*arguments, between=between)
 
     def hidden(self, rows: Ints) -> Hidden:
         """Hidden states `[len(rows), hidden]` of rows of the batch that was run last, after the final norm."""
         return self._decoder.hidden(rows)
+
+    def masses(self) -> Masses:
+        """How much the observed rows of the batch that was run last, in its order, look at the pages they see."""
+        return cast("StreamedDecoder", self._decoder).masses()
 
     def new_selection(self) -> Selection:
         """What a sequence needs whose rows choose their pages. Raises Unsupported where no rows can."""
@@ -252,10 +261,10 @@ class Runner:
         return _StreamedPages((*self._memories, *flow.memories), batch.pages.copy(), flow, numbers, places)
 
     def _start(self, batch: Batch, rows: Rows | None = None) -> None:
-        """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds."""
+        """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds, who is observed."""
         arguments = (batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
-        if rows is not None or batch.bounds is not None:
-            cast("StreamedDecoder", self._decoder).start(*arguments, rows, batch.bounds)
+        if rows is not None or batch.bounds is not None or batch.observed is not None:
+            cast("StreamedDecoder", self._decoder).start(*arguments, rows, batch.bounds, batch.observed)
         else:
             self._decoder.start(*arguments)
 

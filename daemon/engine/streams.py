@@ -208,8 +208,8 @@ class Streams:
             self._advance_beams(request, request.beams)
             return
         self._pager.tables.refresh(lease)
-        if lease.dropped and lease.absent:
-            self._preempt(request)  # a page with sinks is lost: what would compute it anew is gone, too
+        if (lease.dropped or request.thinned) and lease.absent:
+            self._preempt(request)  # a page is lost that rows still see: what would compute it anew is gone, too
             return
         if request.phase is Phase.FETCHING:
             if not fetch.may_compute(self._pager, request, lease, now_s):
@@ -228,6 +228,7 @@ class Streams:
                 size = self._limits.page_tokens
                 self.totals.cached_tokens += request.spare(pages * size, len(lease.nodes) * size)
             request.computed = lease.skip(request.computed)
+        bounded.thin(self._pager, request, lease)
 
     def _advance_beams(self, request: Request, beams: Beams) -> None:
         """Fork what is to be forked. A search that lost a page begins again: what it computed is known."""
@@ -389,7 +390,7 @@ class Streams:
 
     def _release(self, request: Request) -> None:
         """Give the lease back with every token that is complete in its pages: full ones and the tail stay known."""
-        request.selection = None
+        request.selection = request.heavy = None
         lease, request.lease = request.lease, None
         if request.beams is not None and request.beams.forked:
             request.computed = 0

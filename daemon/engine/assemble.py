@@ -216,8 +216,7 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool
         bos_id=manifest.bos_id,
         add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
-        bounded=bounded,
-        windows=windows,
+        bounded=bounded, windows=windows,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 

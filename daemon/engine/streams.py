@@ -94,8 +94,7 @@ class Streams:
         self._requests[request.id] = request
         self.totals.requests += 1
         width = 1 if request.beams is None else request.beams.width
-        if width > min(self._limits.max_rows, self._pager.device.slots):
-            most = min(self._limits.max_rows, self._pager.device.slots)
+        if width > (most := min(self._limits.max_rows, self._pager.device.slots)):
             self.fail(request, OutOfSpace(f"a step has room for {most} beams, not for {width}", param="beam_width"))
         elif not bounded.fits(self._pager, request):
             self.fail(request, bounded.no_room(self._pager, request))

@@ -76,8 +76,8 @@ def thin(pager: Pager, request: Request, lease: Lease) -> None:
         return
     if heavy.is_due(position):
         heavy.decide(position)
-    if heavy.thinned and (slots := pager.committer.thin(lease, heavy.kept.tolist())):
-        pager.evictor.make_room(slots)  # where nobody uses them; it is tried again in the next turn
+    if heavy.thinned and (slots := pager.committer.thin(lease, heavy.kept.tolist())) and pager.device.cached:
+        pager.evictor.make_room(min(slots, pager.device.cached))  # what nobody uses; tried again in the next turn
 
 
 def kept_places(request: Request, lease: Lease, start: int) -> Addresses | None:

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from tierd.daemon.config_file import read_file
 from tierd.daemon.config_values import (
     boolean,
@@ -108,6 +106,14 @@ class Settings:
         # A consumer drive of 1 TB is warranted for some 600 TB in five years, which is 330 GB a day.
         default=200 * 10**9,
         metadata=_setting("bytes of pages written to the disk in a day (UTC) at most, 0: no bound", size_bytes),
+    )
+    yield_device_mem: int = field(
+        default=0,
+        metadata=_setting(
+            "bytes of a card's memory that stay free for other programs: pages give way when those take memory, and "
+            "come back when they leave it; 0: nobody watches",
+            size_bytes,
+        ),
     )
     threads: int = field(default=0, metadata=_setting("threads that compute, 0: every core", count(0, 1024)))
     kv_format: str = field(
@@ -334,67 +340,3 @@ def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
 def kv_root(settings: Settings) -> Path:
     """Where the page stores lie, one directory a namespace."""
     return settings.cache_dir / "kv"
-
-
-ENGINE_CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"  # how an `EngineConfig` gets to its process
-
-
-class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that an engine process is told, as JSON. Sizes in bytes, paths absolute."""
-
-    model_dir: str
-    cache_dir: str  # the root of the page stores: one directory a namespace below it
-    device_bytes: int
-    host_bytes: int
-    nvme_bytes: int
-    nvme_min_free_bytes: int
-    threads: int  # 0: every core
-    kv_format: str
-    context: int  # 0: what the model was trained for
-    max_batch_rows: int = 512
-    max_streams: int = 16
-    throughput: bool = False  # nobody looks on: prompts take whole steps
-    max_requests: int = 1024  # running and waiting
-    nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
-    weights_bytes: int | None = None  # in memory; None: all of them
-    speculate: str = "auto"  # on, off
-    draft_dir: str = ""  # of the draft model; empty: none
-    draft_off_reason: str = ""  # why there is none although one was asked for
-    nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
-    log_level: str = "info"
-
-
-def _why_no_disk(settings: Settings, sizes: Sizes) -> str:
-    if settings.nvme_mem is not None or sizes.nvme_bytes:
-        return ""
-    return (
-        f"the disk of {kv_root(settings)} has too little free space (it takes a tenth of what is free); choose another "
-        "--cache-dir, or say with --nvme-mem how much it may take"
-    )
-
-
-def engine_config(
-    settings: Settings, sizes: Sizes, model_dir: Path, draft_dir: Path | None = None, draft_off_reason: str = ""
-) -> EngineConfig:
-    """The config of an engine for one model. `draft_dir`: where its draft model lies."""
-    return EngineConfig(
-        model_dir=str(model_dir),
-        cache_dir=str(kv_root(settings)),
-        device_bytes=sizes.device_bytes,
-        host_bytes=sizes.host_bytes,
-        nvme_bytes=sizes.nvme_bytes,
-        nvme_min_free_bytes=sizes.nvme_min_free_bytes,
-        threads=settings.threads,
-        kv_format=settings.kv_format,
-        context=settings.ctx,
-        max_batch_rows=settings.max_batch,
-        max_streams=settings.max_streams,
-        max_requests=settings.max_streams + settings.max_queue,
-        nvme_daily_writes_bytes=settings.nvme_daily_writes,
-        weights_bytes=sizes.weights_bytes,
-        speculate=settings.speculate,
-        draft_dir="" if draft_dir is None else str(draft_dir),
-        draft_off_reason=draft_off_reason,
-        nvme_off_reason=_why_no_disk(settings, sizes),
-        log_level=settings.log_level,
-    )

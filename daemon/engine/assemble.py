@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine import draft
 from tierd.daemon.engine.backend import Backend, OwnDecoder, choose
 from tierd.daemon.engine.chat import ChatTemplate
@@ -37,6 +36,7 @@ from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.top import Beside, TopBoard
 from tierd.daemon.engine.turns import FILE_NAME as TURNS_NAME
 from tierd.daemon.engine.turns import Turns
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, ModelInvalid
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
@@ -91,6 +91,7 @@ class Engine:
     prefixes: Prefixes
     top: TopBoard
     weights: ModelWeights
+    on_card: bool  # its device arena is memory of a card
     position_tokens: int  # what the position tables reach: no sequence is longer, however its memory grows
     notes: tuple[str, ...]
     resources: contextlib.ExitStack
@@ -158,8 +159,8 @@ def _build(
     notes += store_notes
     if store is not None:
         closing_last.callback(store.close)
-    capacity = slots + host_slots + (store.capacity_slots if store is not None else 0)
-    capacity_tokens = capacity * layout.page_tokens
+    stored = store.capacity_slots if store is not None else 0
+    capacity_tokens = (slots + host_slots + stored) * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
     device, host = _arenas(slots, host_slots, layout, backend)
@@ -201,7 +202,7 @@ def _build(
     foresight = None if backend.on_card else Foresight(config, manifest, threads, context)
     top = TopBoard(streams, pager, prefixes, config.kv_format, Beside(board.figures, weights, foresight))
     return Engine(
-        manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights,
+        manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights, backend.on_card,
         position_tokens, tuple(notes), resources,
     )  # fmt: skip
 

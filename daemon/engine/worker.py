@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tierd.daemon.config import ENGINE_CONFIG_VARIABLE, EngineConfig
+from tierd.daemon.engine_config import ENGINE_CONFIG_VARIABLE, EngineConfig
 from tierd.daemon.errors import EngineFailed, InternalError, ProtocolError, TierdError, to_wire
 from tierd.daemon.protocol import Event
 from tierd.kernels.cpu.cache import cache_directory
@@ -159,6 +159,7 @@ class _Worker:
             "model": engine.model,
             "context": engine.context,
             "namespace": engine.namespace,
+            "on_card": engine.on_card,
             "start_ms": round((time.monotonic() - self._started_s) * 1000.0, 1),
         }
         self._link.send(Event(0, "ready", data))

@@ -17,10 +17,7 @@ from tierd.tiers.mover import Job, JobClass, Mover
 from tierd.tiers.store_io import ALIGN_BYTES, Bytes
 from tierd.tiers.weights_file import Span, WeightFile
 
-# Read by one job. Much smaller than a piece: with all threads at one piece it is there before the next one, which the
-# disk reads while this one is checked and computed on. In parts of 4 MiB two pieces of 13 MB came at once, and the disk
-# stood still until both were computed on.
-PART_BYTES = 2 << 20
+PART_BYTES = 4 << 20  # read by one job, so that a page that is needed at once waits a few milliseconds for a thread
 MAX_PARTS = 64  # of a slot
 RETRY_S = 0.05  # until a read that failed is tried once more
 CLOSE_WAIT_S = 30.0

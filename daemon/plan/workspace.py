@@ -28,8 +28,8 @@ _EXPERT_RECORD_BYTES, _GROUP_RECORD_BYTES, _INT_BYTES = 144, 12, 4  # of an expe
 class EngineBytes(NamedTuple):
     """What an engine allocates. Slots count pages.
 
-    `ring_share`: of the staging ring, for each byte of pages that a step streams; the ring is there only meanwhile. They
-    come in `stream_parts` parts.
+    `ring_share`: of the staging ring, for each byte of pages that a step streams; the ring is there only meanwhile.
+    `stream_parts`: in so many parts these pages come.
     """
 
     page: int

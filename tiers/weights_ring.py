@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tierd.tiers.mover import JobClass, Mover
+from tierd.tiers.mover import Job, JobClass, Mover
 from tierd.tiers.store_io import Bytes, huge_block
 from tierd.tiers.weights_file import WeightFile
 from tierd.tiers.weights_read import Piece, PieceReads, Slot
@@ -30,6 +30,23 @@ class RingStats(NamedTuple):
     lost: int  # pieces that could not be had
 
 
+class Pace:
+    """How long a pass computes between two pieces, lately: that is how much later the ones after them are needed."""
+
+    def __init__(self, now_s: float) -> None:
+        self._taken_s = now_s
+        self._period_s = 0.0
+
+    def tick(self, now_s: float) -> None:
+        """A piece is needed."""
+        self._period_s += _MEMORY * (min(now_s - self._taken_s, _MAX_PERIOD_S) - self._period_s)
+        self._taken_s = now_s
+
+    def due_s(self, ahead: int) -> float:
+        """When the one that comes so many pieces later is needed."""
+        return self._taken_s + ahead * self._period_s
+
+
 class WeightRing:
     """Threading: the step thread alone calls it. Reads run as awaited jobs of the mover.
 
@@ -38,6 +55,7 @@ class WeightRing:
         slots: how many of them are in memory.
         overlap: read ahead. Otherwise each piece is read when it is asked for.
         clock: of the deadlines.
+        allocate: gives the memory of a slot.
 
     The bytes of piece n lie in `memory(slot)` at `pieces[n].places`.
     """
@@ -51,6 +69,7 @@ class WeightRing:
         *,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        allocate: Callable[[int], Bytes] = huge_block,
     ) -> None:
         if slots < 1 or not pieces:
             raise ValueError(f"a ring of {slots} slots for {len(pieces)} pieces")
@@ -58,10 +77,9 @@ class WeightRing:
         self._reads = PieceReads(file, mover, clock)
         self._ahead = slots if overlap else 1
         self._clock = clock
-        self._slots = [Slot(huge_block(max(piece.slot_bytes for piece in pieces))) for _ in range(slots)]
+        self._slots = [Slot(allocate(max(piece.slot_bytes for piece in pieces))) for _ in range(slots)]
         self._order = list(range(len(pieces)))  # of the pass that runs
-        self._taken_s = clock()
-        self._period_s = 0.0
+        self._pace = Pace(clock())
         self._waited_s = 0.0
         self.uses = [0] * len(self.pieces)  # how often each piece was needed
         self.hits = [0] * len(self.pieces)  # and how often it was there then
@@ -98,9 +116,8 @@ class WeightRing:
         held = self._holder(number)
         self.uses[number] += 1
         self.hits[number] += held is not None and not self._slots[held].busy
-        self._period_s += _MEMORY * (min(start_s - self._taken_s, _MAX_PERIOD_S) - self._period_s)
-        self._taken_s = start_s
-        window = self._read_on(self._order.index(number), start_s)
+        self._pace.tick(start_s)
+        window = self._read_on(self._order.index(number))
         slot = self._wait(number, window, deadline_s)
         self._waited_s += self._clock() - start_s
         return slot
@@ -108,18 +125,27 @@ class WeightRing:
     def end(self) -> None:
         """The pass that took the last piece is over: its slot is free, for what the next one needs."""
         if self._ahead > 1:
-            self._read_on(0, self._clock())
+            self._read_on(0)
+
+    def has(self, number: int) -> bool:
+        """Whether a piece is there, so that `take` would not wait."""
+        held = self._holder(number)
+        return held is not None and self._slots[held].is_full
+
+    def lend(self, slot: int, job: Job) -> None:
+        """A job of the mover's reads a slot: nothing is read into it until that has ended."""
+        self._slots[slot].jobs.append(job)
 
     def close(self) -> bool:
         """Cancel the reads that wait, and wait for those that run; False when one is stuck and may still write."""
         return self._reads.close(self._slots)
 
-    def _read_on(self, place: int, start_s: float) -> list[int]:
+    def _read_on(self, place: int) -> list[int]:
         """Have the pieces from a place in the order on their way, as many as there are slots for; which these are."""
         order = self._order
         window = [order[(place + ahead) % len(order)] for ahead in range(min(self._ahead, len(order)))]
         for ahead, wanted in enumerate(window):
-            self._read(wanted, window, start_s + ahead * self._period_s)
+            self._read(wanted, window, self._pace.due_s(ahead))
         return window
 
     def _holder(self, number: int) -> int | None:

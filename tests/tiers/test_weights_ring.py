@@ -159,7 +159,7 @@ def test_look_ahead_never_goes_before_what_is_needed_now(tmp_path: Path) -> None
         return submit(job, klass, deadline_s)
 
     mover.submit = note  # type: ignore[method-assign]
-    rig.ring._period_s = 0.5
+    rig.ring._pace._period_s = 0.5
     now_s = time.monotonic()
     rig.take(0)
     deadlines = [deadline_s for _, deadline_s in queued]

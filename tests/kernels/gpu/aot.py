@@ -29,8 +29,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tierd.kernels import card_bytes
 from tierd.kernels.gpu.decode import plan_decode
 from tierd.kernels.gpu.embed import plan_embed
+from tierd.kernels.gpu.expand import plan_expand
 from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.gather import plan_gather, plan_scatter
@@ -45,13 +47,13 @@ from tierd.kernels.gpu.selection import plan_bounds, plan_select
 from tierd.kernels.gpu.shift import plan_shift
 from tierd.kernels.gpu.write import Spans, plan_write
 from tierd.kernels.layout import PageLayout
-from tierd.kernels.packing import WeightFormat
+from tierd.kernels.packing import WeightFormat, packed_bytes
 
 PACKED = ("fp8", "k8v8", "k4v8", "k4v4")  # what is compiled of page formats; k8v4 has parts of two of them
 ARCHITECTURES = (80, 86, 89, 90, 120)
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.uint8: "u8", torch.int8: "i8",
+    torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8",
 }  # fmt: skip
 
 
@@ -188,6 +190,15 @@ def select_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     yield "select", plan_select(queries, low, low, meta(9, dtype=torch.int32), 512, 64)
 
 
+def expand_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
+    """The largest matrix of a streamed layer, in every format."""
+    rows, cols = 2 * model.intermediate, model.hidden
+    for format in WeightFormat:
+        source = meta(packed_bytes(format, rows, cols), dtype=torch.uint8)
+        dest = meta(card_bytes.matrix_bytes(format, rows, cols), dtype=torch.uint8)
+        yield f"expand {format}", plan_expand(format, rows, cols, source, dest, torch.bfloat16)
+
+
 # Kernels by the name that --kernels takes.
 CASES: dict[str, Callable[[Model], Iterator[tuple[str, Plan[Any]]]]] = {
     "attention": attention_cases,
@@ -195,6 +206,7 @@ CASES: dict[str, Callable[[Model], Iterator[tuple[str, Plan[Any]]]]] = {
     "matmul": matmul_cases,
     "fused": fused_cases,
     "select": select_cases,
+    "expand": expand_cases,
     "other": other_cases,
 }
 

@@ -1,0 +1,46 @@
+"""Bytes of a matrix in memory of a card, by its format: what is planned for a card that is not there; no numpy, no torch.
+
+int4-g32 and int8-g32 keep their codes, in panels of 32 rows and pairs of 32 columns (`kernels/gpu/packing.py`). All
+other formats become dense, in 16 bits.
+"""
+
+from __future__ import annotations
+
+ALIGN_BYTES = 256  # what torch's allocator gives, and more than the widest load
+KEPT_BITS = {"int4-g32": 4, "int8-g32": 8}
+_PANEL_ROWS, _PAIR_COLS, _WORD_BYTES, _DENSE_BYTES = 32, 64, 4, 2
+
+
+def quants_bytes(format: str, rows: int, cols: int, dense_bytes: int = _DENSE_BYTES) -> int:
+    """Of the codes, or of all of a dense matrix with elements of `dense_bytes`."""
+    bits = KEPT_BITS.get(format)
+    if bits is None or dense_bytes > _DENSE_BYTES:  # the product with codes takes activations of 16 bits
+        return rows * cols * dense_bytes
+    return _panels(rows) * _pairs(cols) * _PANEL_ROWS * _PAIR_COLS * bits // 8
+
+
+def scales_bytes(format: str, rows: int, cols: int, dense_bytes: int = _DENSE_BYTES) -> int:
+    """Of the scales; 0 of a dense matrix."""
+    bits = KEPT_BITS.get(format)
+    if bits is None or dense_bytes > _DENSE_BYTES:
+        return 0
+    return _panels(rows) * _pairs(cols) * _PANEL_ROWS * _WORD_BYTES * (2 if bits == 4 else 1)
+
+
+def matrix_bytes(format: str, rows: int, cols: int, dense_bytes: int = _DENSE_BYTES) -> int:
+    """Of the whole matrix, each part rounded up to what it is aligned to."""
+    parts = quants_bytes(format, rows, cols, dense_bytes), scales_bytes(format, rows, cols, dense_bytes)
+    return sum(aligned(part) for part in parts)
+
+
+def aligned(size_bytes: int) -> int:
+    """Rounded up."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _panels(rows: int) -> int:
+    return -(-rows // _PANEL_ROWS)
+
+
+def _pairs(cols: int) -> int:
+    return -(-cols // _PAIR_COLS)

@@ -1,0 +1,245 @@
+"""Slots on a card through which records of weights pass that it has no memory for, copied just ahead of their use.
+
+Records lie in registered memory of the CPU, or come there from the disk by a `WeightRing`. What makes it right, however
+late copies and kernels run:
+
+- The compute stream waits for the event of a slot's copy, before the first kernel that reads the slot.
+- A copy into a slot waits, on a stream of its own, for the event of the last kernel that read it. Copies of pages take
+  other streams, and what is copied at once is small, so that a page that is needed now waits for one part at most.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from tierd.tiers.errors import WeightsLost
+from tierd.tiers.gpu import DeviceRow, Event, Gpu, HostRow, Stream, address_of_row
+from tierd.tiers.links import Link
+from tierd.tiers.mover import Job, JobClass, Mover
+from tierd.tiers.weights_ring import Pace, WeightRing
+
+PART_BYTES = 4 << 20  # copied by one call, a sixth of a millisecond of a fast link
+CLOSE_WAIT_S = 30.0
+_LOOK_S = 0.05  # until the end of a copy that was never begun is looked for
+
+
+class Record(NamedTuple):
+    """What a slot takes."""
+
+    name: str
+    num_bytes: int
+    memory: HostRow | None  # registered; None: it is on the disk, in the ring's order of such records
+
+
+class DeviceRingStats(NamedTuple):
+    """What has passed through the slots."""
+
+    copied_bytes: int
+    waited_s: float  # that passes stood still, on the host
+    lost: int
+
+
+class _Slot:
+    """`job` fills it, `queued` is set when the copy is in its stream; the rest is the step thread's."""
+
+    def __init__(self, row: DeviceRow, copied: Event, read: Event) -> None:
+        self.row, self.copied, self.read = row, copied, read
+        self.number = -1
+        self.job: Job | None = None
+        self.queued = threading.Event()
+
+    @property
+    def error(self) -> Exception | None:
+        return self.job.completion.error if self.job is not None and self.job.completion is not None else None
+
+    @property
+    def busy(self) -> bool:
+        return self.job is not None and self.job.completion is None
+
+
+class DeviceRing:
+    """Threading: the step thread alone calls it. Copies run as awaited jobs of the mover.
+
+    Args:
+        compute: the stream on which kernels read the slots.
+        records: all that are streamed, in the order of a pass.
+        rows: the slots.
+        disk: brings the records that have no memory of their own; None when all have.
+        arrive: has the compute stream wait for an event; a stand-in for a card, which computes on the host, waits there.
+        overlap: copy ahead.
+        clock: of the deadlines.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        compute: Stream,
+        mover: Mover,
+        records: Sequence[Record],
+        rows: Sequence[DeviceRow],
+        *,
+        disk: WeightRing | None = None,
+        arrive: Callable[[Event], None] | None = None,
+        overlap: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not rows or not records or max(record.num_bytes for record in records) > min(row.nbytes for row in rows):
+            raise ValueError(f"{len(rows)} slots for {len(records)} records, or slots that are too small")
+        self.records = tuple(records)
+        self._disk_numbers = {n: place for place, n in enumerate(n for n, r in enumerate(records) if r.memory is None)}
+        if len(self._disk_numbers) != (0 if disk is None else len(disk.pieces)):
+            raise ValueError(f"{len(self._disk_numbers)} records are on the disk, the ring brings others")
+        self._gpu, self._compute, self._mover, self._disk, self._clock = gpu, compute, mover, disk, clock
+        self._arrive = partial(gpu.wait, compute) if arrive is None else arrive
+        self._ahead = len(rows) if overlap else 1
+        self._stream = gpu.new_stream()
+        self._slots = [_Slot(row, gpu.new_event(), gpu.new_event()) for row in rows]
+        self._held: _Slot | None = None
+        self._lock = threading.Lock()
+        self._pace = Pace(clock())
+        self._copied_bytes = self._lost = 0
+        self._waited_s = 0.0
+        self.uses = [0] * len(self.records)
+        self.hits = [0] * len(self.records)
+
+    def __repr__(self) -> str:
+        return f"<DeviceRing: {len(self.records)} records through {len(self._slots)} slots>"
+
+    def statistics(self) -> DeviceRingStats:
+        """Counters since the start."""
+        with self._lock:
+            return DeviceRingStats(self._copied_bytes, self._waited_s, self._lost)
+
+    def begin(self) -> None:
+        """A pass begins, with the first record."""
+        self.release()
+        if self._disk is not None:
+            self._disk.begin(range(len(self._disk_numbers)))
+
+    def take(self, number: int, deadline_s: float) -> int:
+        """The slot of this record: kernels that are launched from now on, until the next call, find it there.
+
+        Raises WeightsLost when it can't be had, or is not on its way at `deadline_s`.
+        """
+        self.release()
+        start_s, count = self._clock(), len(self.records)
+        for slot in self._slots:
+            if slot.error is not None:
+                slot.number, slot.job = -1, None
+        held = self._holder(number)
+        self.uses[number] += 1
+        self.hits[number] += held is not None and not held.busy
+        self._pace.tick(start_s)
+        window = [(number + ahead) % count for ahead in range(min(self._ahead, count))]
+        in_order = True  # the disk's ring gives its records in their order alone
+        for ahead, wanted in enumerate(window):
+            if self.records[wanted].memory is None:
+                in_order = in_order and self._has_come(wanted)
+                if not in_order:
+                    continue
+            self._start(wanted, window, self._pace.due_s(ahead), deadline_s)
+        slot = self._wait(number, window, deadline_s)
+        self._arrive(slot.copied)
+        self._held = slot
+        self._waited_s += self._clock() - start_s
+        return self._slots.index(slot)
+
+    def release(self) -> None:
+        """All kernels that read the slot taken last are launched: it may be filled anew when they have run."""
+        if self._held is not None:
+            self._gpu.record(self._held.read, self._compute)
+            self._held = None
+
+    def close(self) -> bool:
+        """Ends the copies, when no kernel reads the slots any more; False when one is stuck. Idempotent."""
+        running = [slot.job for slot in self._slots if slot.job is not None and not self._mover.cancel(slot.job)]
+        at_rest = self._mover.wait_for(running, CLOSE_WAIT_S)
+        at_rest = (self._disk is None or self._disk.close()) and at_rest
+        if at_rest and self._stream:
+            for slot in self._slots:
+                self._gpu.free_event(slot.copied)
+                self._gpu.free_event(slot.read)
+            self._gpu.free_stream(self._stream)
+            self._stream, self._slots = Stream(0), []
+        return at_rest
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _holder(self, number: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.number == number), None)
+
+    def _has_come(self, number: int) -> bool:
+        """Whether a record of the disk can be had without waiting for it."""
+        assert self._disk is not None
+        return self._holder(number) is not None or self._disk.has(self._disk_numbers[number])
+
+    def _start(self, number: int, window: Sequence[int], due_s: float, deadline_s: float) -> bool:
+        """Have a record on its way to the card, if a slot is free for it. Raises WeightsLost."""
+        if self._holder(number) is not None:
+            return True
+        free = next((slot for slot in self._slots if slot.number not in window and self._is_free(slot)), None)
+        if free is None:
+            return False
+        record, place = self.records[number], -1
+        memory = record.memory
+        if memory is None:
+            assert self._disk is not None
+            place = self._disk.take(self._disk_numbers[number], deadline_s)
+            memory = self._disk.memory(place)
+        free.number = number
+        free.queued.clear()
+        # `dest` is left out: a test that fills it before the copy would do so under kernels that still read it.
+        free.job = Job(
+            partial(self._copy, free, memory[: record.num_bytes]), Link.HOST_TO_DEVICE, record.num_bytes, awaited=True
+        )
+        if not self._mover.submit(free.job, JobClass.NOW, due_s):
+            free.number, free.job = -1, None
+            return False
+        if place >= 0 and self._disk is not None:
+            self._disk.lend(place, free.job)
+        return True
+
+    def _is_free(self, slot: _Slot) -> bool:
+        """Whether no copy into a slot that nobody wants runs; one that waits is taken back."""
+        return slot.job is None or not slot.busy or self._mover.cancel(slot.job)
+
+    def _wait(self, number: int, window: Sequence[int], deadline_s: float) -> _Slot:
+        """Waits until the copy of a record is in its stream."""
+        name = self.records[number].name
+        while (slot := self._holder(number)) is None:
+            if self._start(number, window, self._clock(), deadline_s):
+                continue
+            stale = [slot.job for slot in self._slots if slot.number not in window and slot.job is not None]
+            if not stale or not self._mover.wait_for(stale[:1], deadline_s - self._clock()):
+                raise self._losing(name, "the link to the card does not answer")
+        while not slot.queued.wait(min(_LOOK_S, max(deadline_s - self._clock(), 0.0))) and slot.error is None:
+            if self._clock() >= deadline_s:
+                raise self._losing(name, "its copy to the card has not begun in time")
+        if slot.error is not None:
+            raise self._losing(name, str(slot.error))
+        return slot
+
+    def _losing(self, name: str, detail: str) -> WeightsLost:
+        with self._lock:
+            self._lost += 1
+        return WeightsLost(name, detail)
+
+    def _copy(self, slot: _Slot, source: HostRow) -> None:
+        """On a thread of the mover."""
+        gpu, start = self._gpu, address_of_row(source)
+        try:
+            with self._lock:  # the copies of two threads are each followed by their own event
+                gpu.wait(self._stream, slot.read)
+                for at in range(0, source.nbytes, PART_BYTES):
+                    size = min(PART_BYTES, source.nbytes - at)
+                    gpu.copy(slot.row.address + at, start + at, size, self._stream)
+                gpu.record(slot.copied, self._stream)
+        finally:
+            slot.queued.set()
+        gpu.synchronize(slot.copied)
+        with self._lock:
+            self._copied_bytes += source.nbytes

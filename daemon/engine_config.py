@@ -29,7 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     throughput: bool = False  # nobody looks on: prompts take whole steps
     max_requests: int = 1024  # running and waiting
     nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
-    weights_bytes: int | None = None  # in memory; None: all of them
+    weights_bytes: int | None = None  # in memory, or on the card; None: all of them
+    host_weights_bytes: int | None = None  # in CPU memory, of what the card does not take; None: all of that
     speculate: str = "auto"  # on, off
     draft_dir: str = ""  # of the draft model; empty: none
     draft_off_reason: str = ""  # why there is none although one was asked for

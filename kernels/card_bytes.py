@@ -1,4 +1,4 @@
-"""Bytes of a matrix in memory of a card, by its format: what is planned for a card that is not there; no numpy, no torch.
+"""Bytes of a matrix in memory of a card, by its format: for plans, so without numpy and torch.
 
 int4-g32 and int8-g32 keep their codes, in panels of 32 rows and pairs of 32 columns (`kernels/gpu/packing.py`). All
 other formats become dense, in 16 bits.

@@ -69,7 +69,7 @@ class DeviceRing:
         records: all that are streamed, in the order of a pass.
         rows: the slots.
         disk: brings the records that have no memory of their own; None when all have.
-        arrive: has the compute stream wait for an event; a stand-in for a card, which computes on the host, waits there.
+        arrive: has the compute stream wait for an event; a stand-in for a card, which computes on the host, waits.
         overlap: copy ahead.
         clock: of the deadlines.
     """

@@ -23,8 +23,8 @@ from tierd.daemon.engine.foresight import Foresight
 from tierd.daemon.engine.guesses import Guesses
 from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.model import rope
+from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.load import Vector
-from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
 from tierd.daemon.engine.selection import Selection
@@ -90,7 +90,7 @@ class Engine:
     board: StatusBoard
     prefixes: Prefixes
     top: TopBoard
-    weights: ModelWeights
+    weights: HeldWeights
     on_card: bool  # its device arena is memory of a card
     position_tokens: int  # what the position tables reach: no sequence is longer, however its memory grows
     notes: tuple[str, ...]
@@ -152,7 +152,7 @@ def _build(
     loops: list[StepLoop] = []  # the mover comes before the loop it wakes
     mover = backend.mover(lambda: loops[0].wake() if loops else None)
     resources.callback(mover.close)
-    weights = _load_weights(config, hooks, manifest, mover, max_rows)
+    weights = _load_weights(config, hooks, manifest, mover, max_rows, backend)
     resources.callback(weights.close)
     hooks.progress("store", 0, 1)
     store, store_notes = _open_store(config, layout, root)
@@ -222,13 +222,12 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool
 
 
 def _load_weights(
-    config: EngineConfig, hooks: Hooks, manifest: Manifest, mover: Mover, max_rows: int
-) -> ModelWeights:
+    config: EngineConfig, hooks: Hooks, manifest: Manifest, mover: Mover, max_rows: int, backend: Backend
+) -> HeldWeights:
     try:
-        return ModelWeights(
-            Path(config.model_dir), manifest, config.weights_bytes, max_rows, mover,
-            lambda done, total: hooks.progress("weights", done, total),
-        )  # fmt: skip
+        return backend.weights(
+            config, manifest, max_rows, mover, lambda done, total: hooks.progress("weights", done, total)
+        )
     except DoesNotFit as exc:
         raise BadConfig(
             f"weights_mem of {config.weights_bytes} bytes is too little for {manifest.name}: its weights have "
@@ -246,7 +245,7 @@ def _guesses(
     """Those of the draft model, where there is one. Raises BadConfig when it does not go with this model."""
     mode, off = Speculate(config.speculate), config.draft_off_reason
     if config.draft_dir and backend.on_card:
-        off = "a card has all weights in its memory, where a draft brings little"
+        off = "draft models are not computed on a card yet"
     if off:
         note(f"the draft model is off: {off}")
     if off or not config.draft_dir or mode is Speculate.OFF:
@@ -295,7 +294,7 @@ def _check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) ->
 
 
 def _decoder(
-    backend: Backend, weights: ModelWeights, layout: PageLayout, tables: tuple[Vector, Vector],
+    backend: Backend, weights: HeldWeights, layout: PageLayout, tables: tuple[Vector, Vector],
     frequencies: rope.Frequencies, max_rows: int, hooks: Hooks,
 ) -> OwnDecoder:  # fmt: skip
     """The decoder on what it computes on. Raises BadConfig for what that can't do."""
@@ -350,7 +349,7 @@ def _context(wanted: int, manifest: Manifest) -> int:
 
 
 def _runner(
-    decoder: OwnDecoder, layout: PageLayout, arenas: tuple[Arena, Arena], weights: ModelWeights, store: Store | None,
+    decoder: OwnDecoder, layout: PageLayout, arenas: tuple[Arena, Arena], weights: HeldWeights, store: Store | None,
     mover: Mover, backend: Backend,
 ) -> Runner:  # fmt: skip
     """The decoder with what its pages lie in, and with who reads those in the store."""

@@ -7,13 +7,17 @@ another copy, the runner another decoder. This module and the CPU's backend load
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Decoder
+from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.models.catalog import Manifest
 from tierd.kernels.cpu.step import Angles, CpuDecoder
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block, HostBlock
@@ -43,7 +47,7 @@ class Backend(Protocol):
 
     @property
     def on_card(self) -> bool:
-        """Whether a card computes: it rounds differently, has all weights in its memory, and takes no bounded modes."""
+        """Whether a card computes: it rounds differently, and takes no bounded modes."""
         ...
 
     def device_block(self, size_bytes: int, max_bytes: int) -> Block:
@@ -66,12 +70,21 @@ class Backend(Protocol):
         """Moves bytes between all of these and the disk."""
         ...
 
+    def weights(
+        self, config: EngineConfig, manifest: Manifest, max_rows: int, mover: Mover, progress: Progress
+    ) -> HeldWeights:
+        """The weights of the engine's model where it computes, and past it. `progress` counts bytes.
+
+        Raises DoesNotFit, ModelInvalid, and ValueError for a model that it doesn't run.
+        """
+        ...
+
     def decoder(
-        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
+        self, weights: HeldWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
         far: Angles | None = None,
     ) -> OwnDecoder:  # fmt: skip
-        """Computes. `progress` counts stages while kernels are compiled; `far`: angles of positions beyond the tables,
-        for texts without an end. Raises ValueError for what it can't do.
+        """Computes with these weights. `progress` counts stages while kernels are compiled; `far`: angles of positions
+        beyond the tables, for texts without an end. Raises ValueError for what it can't do.
         """
         ...
 
@@ -115,10 +128,16 @@ class CpuBackend:
     def mover(self, wake: Callable[[], None]) -> Mover:
         return Mover(wake=wake)
 
+    def weights(
+        self, config: EngineConfig, manifest: Manifest, max_rows: int, mover: Mover, progress: Progress
+    ) -> HeldWeights:
+        return ModelWeights(Path(config.model_dir), manifest, config.weights_bytes, max_rows, mover, progress)
+
     def decoder(
-        self, weights: ModelWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
+        self, weights: HeldWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
         far: Angles | None = None,
     ) -> OwnDecoder:  # fmt: skip
+        assert isinstance(weights, ModelWeights)
         decoder = self._make_decoder(
             weights.shape, weights.layers, weights.embed, weights.final_norm, weights.head, layout, cos, sin,
             max_rows, self._threads, far,

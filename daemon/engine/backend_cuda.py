@@ -6,14 +6,19 @@ Imported only where there is a driver: it loads torch and Triton, which take sec
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierd.daemon.engine.model.weights import ModelWeights
+from tierd.daemon.engine.model.held import HeldWeights
+from tierd.daemon.engine.model.weights_card import Card, CardWeights
+from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.models.catalog import Manifest
 from tierd.kernels.cpu.step import Angles
-from tierd.kernels.gpu.decoder import GpuDecoder, GpuLayer, load_ends
+from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.gpu.graphs import CudaCapturer
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block
@@ -24,7 +29,8 @@ from tierd.tiers.mover import Mover
 
 Floats = npt.NDArray[np.float32]
 
-COPY_THREADS = 4  # each waits for the event of one copy: so the next ones are queued meanwhile
+# Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
+COPY_THREADS = 6
 PIN_TIMEOUT_S = 600.0
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
 
@@ -98,9 +104,34 @@ class CudaBackend:
     def mover(self, wake: Callable[[], None]) -> Mover:
         return Mover(COPY_THREADS, wake=wake, copy=self._copies.copy, crossing=self._copies)
 
+    @property
+    def _is_cuda(self) -> bool:
+        """Whether this is a card, and not a stand-in that computes on the host."""
+        return str(self._device.type) == "cuda"
+
+    @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        """The compute stream as torch names it."""
+        return torch.cuda.ExternalStream(self._compute, self._device) if self._is_cuda else None
+
+    def weights(
+        self,
+        config: EngineConfig,
+        manifest: Manifest,
+        max_rows: int,
+        mover: Mover,
+        progress: Callable[[int, int], None],
+    ) -> HeldWeights:
+        dtype = torch.float16 if config.kv_format == "fp16" else torch.bfloat16
+        arrive = None if self._is_cuda else self._gpu.synchronize
+        card = Card(self._gpu, self._compute, self._device, dtype, self._stream, arrive)
+        return CardWeights(
+            Path(config.model_dir), manifest, config.weights_bytes, config.host_weights_bytes, card, mover, progress
+        )
+
     def decoder(
         self,
-        weights: ModelWeights,
+        weights: HeldWeights,
         layout: PageLayout,
         cos: Floats,
         sin: Floats,
@@ -109,20 +140,17 @@ class CudaBackend:
         far: Angles | None = None,
     ) -> GpuDecoder:
         """`far` is for bounded modes, which are refused where a card computes."""
-        dtype = torch.float16 if layout.format == "fp16" else torch.bfloat16
-        layers = [layer for layer in weights.layers if layer is not None]
-        if weights.embed is None or weights.head is None or len(layers) < weights.shape.num_layers:
-            raise ValueError("the card takes all weights into its own memory: leave weights_mem at auto")
-        moved = [GpuLayer.load(layer, self._device, dtype) for layer in layers]
-        ends = load_ends(weights.embed, weights.final_norm, weights.head, self._device, dtype)
-        is_cuda = self._device.type == "cuda"
-        if is_cuda:
-            torch.cuda.synchronize(self._device)  # the weights were moved on another stream
+        if not isinstance(weights, CardWeights):
+            raise ValueError("draft models are not computed on a card yet")
         decoder = GpuDecoder(
-            weights.shape, moved, ends, layout, cos, sin, max_rows, dtype, capture=self._capture(self._device),
-            stream=torch.cuda.ExternalStream(self._compute, self._device) if is_cuda else None, note=self._note,
+            weights.shape, weights.layers, weights.ends, layout, cos, sin, max_rows, weights.dtype,
+            capture=self._capture(self._device), stream=self._stream, note=self._note,
+            embed_rows=weights.embed_rows if weights.ends.embed is None else None,
         )  # fmt: skip
-        decoder.warm_up(progress)
+        weights.attach(decoder)
+        decoder.warm_up(progress, partial(weights.layer, deadline_s=float("inf")))
+        if weights.streams:
+            self._note(f"{weights.describe()}; steps run without CUDA graphs")
         return decoder
 
     def close(self) -> None:

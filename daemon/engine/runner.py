@@ -20,7 +20,7 @@ from tierd.kernels.layout import PageLayout
 from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
-    from tierd.daemon.engine.model.weights import ModelWeights
+    from tierd.daemon.engine.model.held import HeldWeights
     from tierd.kernels.cpu.mixture import ExpertSource
     from tierd.kernels.cpu.step import Choose
     from tierd.kernels.cpu.weights import Part, PlacedLayer, Rows
@@ -157,7 +157,7 @@ class Runner:
         memories: Sequence[Memory],
         staging: Staging | None = None,
         *,
-        weights: ModelWeights | None = None,
+        weights: HeldWeights | None = None,
         selections: Callable[[], Selection] | None = None,
         picker: Picker | None = None,
         overlap: bool = True,
@@ -290,7 +290,7 @@ class Runner:
         return decoder.finish()
 
     def _run_weights(
-        self, batch: Batch, pages: _Pages, weights: ModelWeights, choosing: Choosing | None
+        self, batch: Batch, pages: _Pages, weights: HeldWeights, choosing: Choosing | None
     ) -> Logits:
         """The same where weights are streamed, too."""
         decoder = cast("StreamedDecoder", self._decoder)

@@ -19,7 +19,7 @@ import msgspec
 
 from tierd.daemon.engine import page_events, sequence_rows
 from tierd.daemon.engine.foresight import Foresight, Row, Seen
-from tierd.daemon.engine.model.weights import ModelWeights
+from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights_status import WeightRow
 from tierd.daemon.engine.page_maps import DiskSketch, Sketch, TierMap
 from tierd.daemon.engine.prefix_tree import PrefixTree, TreeWalk
@@ -77,7 +77,7 @@ class Beside(NamedTuple):
     """
 
     figures: Callable[[], Mapping[str, Any]] = dict
-    weights: ModelWeights | None = None
+    weights: HeldWeights | None = None
     foresight: Foresight | None = None
 
 

@@ -21,70 +21,18 @@ from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
 from tierd.kernels.gpu.inputs import Inputs, Sizes
+from tierd.kernels.gpu.layers import Ends, GpuLayer
 from tierd.kernels.gpu.pages import base_of, value_dtype
-from tierd.kernels.gpu.products import Matrix, matrix_bytes, product_plan, rows_plan, to_card
+from tierd.kernels.gpu.products import product_plan, rows_plan
 from tierd.kernels.gpu.sample import plan_sample
 from tierd.kernels.gpu.write import plan_write
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Ints
 
 if TYPE_CHECKING:
-    from tierd.kernels.cpu.step import DecoderShape, LayerWeights
-    from tierd.kernels.packing import PackedMatrix
+    from tierd.kernels.cpu.step import DecoderShape
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class GpuLayer:
-    """One layer on the card; what a model does not have is None."""
-
-    attn_norm: Tensor
-    qkv: Matrix
-    o: Matrix
-    mlp_norm: Tensor
-    gate_up: Matrix
-    down: Matrix
-    qkv_bias: Tensor | None = None
-    qk_norms: tuple[Tensor, Tensor] | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-    @staticmethod
-    def load(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> GpuLayer:
-        """A layer of a prepared model. Norms and biases stay fp32 where the products are ours."""
-
-        def needed(values: Floats) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
-        def vector(values: Floats | None) -> Tensor | None:
-            return None if values is None else needed(values)
-
-        if layer.gate_up is None or layer.down is None:
-            raise ValueError("mixtures of experts are not computed on a card yet")
-        qk_norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qk_norms = needed(layer.q_norm), needed(layer.k_norm)
-        return GpuLayer(
-            needed(layer.attn_norm), to_card(layer.qkv, device, dtype), to_card(layer.o, device, dtype),
-            needed(layer.mlp_norm), to_card(layer.gate_up, device, dtype), to_card(layer.down, device, dtype),
-            vector(layer.qkv_bias), qk_norms, vector(layer.o_bias), vector(layer.gate_up_bias),
-            vector(layer.down_bias),
-        )  # fmt: skip
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the matrices."""
-        return sum(matrix_bytes(matrix) for matrix in (self.qkv, self.o, self.gate_up, self.down))
-
-
-class Ends(NamedTuple):
-    """What comes before the first layer and after the last one."""
-
-    embed: Matrix
-    final_norm: Tensor
-    head: Matrix
 
 
 class Draws(NamedTuple):
@@ -121,12 +69,13 @@ class GpuDecoder:
     """A decoder whose weights lie on a card. `max_rows` bounds the rows, and the logits, of a pass.
 
     Args:
-        layers, ends: on one device.
+        layers, ends: on one device. A layer that is None is handed in for each pass, which goes layer by layer then.
         layout: of the pages; activations have `dtype`, which for quantized matrices is fp16 or bf16.
         cos, sin: fp32 [context, head_dim / 2].
         capture: captures steps; None runs all of them eagerly.
         stream: that everything is launched on; None for the caller's current one.
         note: told what a user should know.
+        embed_rows: the embedding's rows for tokens, fp32 [tokens, hidden], where it is not on the device.
 
     Threading: one pass at a time, all from one thread. Raises ValueError for shapes that don't fit.
     """
@@ -134,7 +83,7 @@ class GpuDecoder:
     def __init__(
         self,
         shape: DecoderShape,
-        layers: Sequence[GpuLayer],
+        layers: Sequence[GpuLayer | None],
         ends: Ends,
         layout: PageLayout,
         cos: Floats,
@@ -145,7 +94,10 @@ class GpuDecoder:
         capture: Capturer | None = None,
         stream: torch.cuda.Stream | None = None,
         note: Callable[[str], None] = lambda text: None,
+        embed_rows: Callable[[Ints], Floats] | None = None,
     ) -> None:
+        if (ends.embed is None) != (embed_rows is not None):
+            raise ValueError("the embedding lies on the card, or its rows are given: one of them")
         if (layout.num_layers, layout.kv_heads, layout.head_dim) != (len(layers), shape.kv_heads, shape.head_dim):
             raise ValueError(f"the page layout {layout.describe()} is not that of the decoder")
         if cos.ndim != 2 or sin.shape != cos.shape or cos.shape[1] != shape.head_dim // 2 or not len(cos):
@@ -157,7 +109,8 @@ class GpuDecoder:
         self._page_dtype = value_dtype(layout, dtype)
         tables = (torch.from_numpy(np.ascontiguousarray(table, np.float32)) for table in (cos, sin))
         self._cos, self._sin = (table.to(self.device) for table in tables)
-        self._graphs: Graphs[_Passed] = Graphs(self._base, capture, note)
+        self._embed_rows, self._capture, self._note = embed_rows, capture, note
+        self._graphs: Graphs[_Passed] = Graphs(self._inputs, capture, note)
         self._stream = stream
         self._open: _Open | None = None
         self._last: tuple[Arranged, _Passed] | None = None
@@ -177,6 +130,7 @@ class GpuDecoder:
         at multiples of 64 bytes, and `memories` are arrays or ranges (`address`, `nbytes`) that the card can read and
         write. Returns when the card is done. Raises ValueError, before any memory is touched, for what doesn't fit.
         """
+        self._require_all()
         if between is not None:
             self.start(tokens, positions, row_seq, page_offsets, logit_rows)
             for layer in range(len(self._layers)):
@@ -194,6 +148,7 @@ class GpuDecoder:
         page_offsets: Ints, logit_rows: Ints, draws: Draws,
     ) -> Ints:  # fmt: skip
         """As `forward`, and draws on the card: a token for each row of logits, -1 where they are not finite."""
+        self._require_all()
         arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
         check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
         self._open = None
@@ -208,29 +163,38 @@ class GpuDecoder:
     ) -> None:
         """Opens a pass that is computed layer by layer. Arguments and errors as for `forward`."""
         if rows is not None:
-            raise ValueError("the embedding lies on the card: no rows of it are handed in")
+            raise ValueError("the card finds the rows of the embedding itself: none are handed in")
         arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
         with torch.cuda.stream(self._stream):
-            inputs = Inputs(Sizes.of(arranged), self._base)
-            inputs.load(arranged, np.zeros(int(page_offsets[-1]), np.int64))
+            inputs = self._inputs(Sizes.of(arranged))
+            self._load(inputs, arranged, np.zeros(int(page_offsets[-1]), np.int64))
             self._open = _Open(arranged, inputs, page_offsets.copy(), self._embed(inputs), None)
             self._synchronize()
 
-    def layer(self, index: int, memories: Sequence[Any], pages: Addresses, placed: None = None) -> None:
-        """Computes layer `index` of the open pass, whose slices of the pages lie there. Returns when it is computed:
-        the memory may then be filled with what the next layer needs. Raises ValueError as `CpuDecoder.layer`.
+    def layer(
+        self, index: int, memories: Sequence[Any], pages: Addresses, placed: GpuLayer | None = None,
+        experts: None = None,
+    ) -> None:  # fmt: skip
+        """Computes layer `index` of the open pass, whose slices of the pages lie there; `placed` where the decoder has
+        no such layer. Returns when it is computed: the memory may then be filled with what the next layer needs.
+        Raises ValueError as `CpuDecoder.layer`.
         """
         opened = self._opened()
-        if placed is not None:
-            raise ValueError("the weights lie on the card: none are handed in")
+        if experts is not None:
+            raise ValueError("mixtures of experts are not computed on a card yet")
         if index != opened.next_layer or index >= len(self._layers):
             raise ValueError(f"layer {index} of {len(self._layers)} after {opened.next_layer} layers")
         ranges = [range_of(memory) for memory in memories]
         check_addresses(pages, opened.page_offsets, ranges, self.layout, range(index, index + 1))
+        layer = self._layers[index] if placed is None else placed
+        if layer is None:
+            raise ValueError(f"layer {index} is not on the card, and none was handed in")
         opened.next_layer += 1
         with torch.cuda.stream(self._stream):
             opened.inputs.load_pages(opened.arranged, pages)
-            opened.branch, opened.residual = self._layer(index, opened.branch, opened.residual, opened.inputs)
+            opened.branch, opened.residual = self._layer(
+                index, layer, opened.branch, opened.residual, opened.inputs
+            )
             self._synchronize()
 
     def finish(self, head: Iterable[Any] | None = None) -> Floats:
@@ -257,8 +221,12 @@ class GpuDecoder:
             at = torch.from_numpy(arranged.new_rows[rows].astype(np.int64)).to(self.device)
             return _on_host(self._normed(branch, residual, at).float())
 
-    def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compiles what passes of one row, of a few, and of chunks launch, on a page of its own."""
+    def warm_up(
+        self, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None] = lambda index: None
+    ) -> None:
+        """Compiles what passes of one row, of a few, and of chunks launch, on a page of its own. `place` gives the
+        layers that the decoder does not have.
+        """
         record = torch.zeros(self.layout.record_bytes + 64, dtype=torch.uint8, device=self.device)
         page = np.array([-(-record.data_ptr() // 64) * 64], np.int64)
         memory = _Piece(int(page[0]), self.layout.record_bytes)
@@ -267,13 +235,24 @@ class GpuDecoder:
             progress(done, len(counts))
             steps = np.arange(count, dtype=np.int32)
             zeros, ends = np.zeros(count, np.int32), np.array([0, 1], np.int32)
-            self.forward([memory], zeros, steps, zeros, page, ends, steps[-1:])
+            if None not in self._layers:
+                self.forward([memory], zeros, steps, zeros, page, ends, steps[-1:])
+                continue
+            self.start(zeros, steps, zeros, ends, steps[-1:])
+            for index in range(len(self._layers)):
+                self.layer(index, [memory], page, place(index))
+            self.finish()
         progress(len(counts), len(counts))
+
+    def set_layer(self, index: int, layer: GpuLayer | None) -> None:
+        """Between passes: a layer lies there from now on; None: it is handed in. What was captured is forgotten."""
+        self._layers[index] = layer
+        self._graphs = Graphs(self._inputs, self._capture, self._note)
 
     def close(self) -> None:
         """Lets go of everything on the card. Passes raise ValueError afterwards. Idempotent."""
         self._layers = []
-        self._graphs = Graphs(self._base, None, lambda text: None)
+        self._graphs = Graphs(self._inputs, None, lambda text: None)
         self._open = self._last = None
 
     # -- one pass ---------------------------------------------------------------------------------------------------
@@ -288,20 +267,33 @@ class GpuDecoder:
             self.context, self.max_rows,
         )  # fmt: skip
 
+    def _require_all(self) -> None:
+        missing = [index for index, layer in enumerate(self._layers) if layer is None]
+        if missing:
+            raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
+
+    def _inputs(self, sizes: Sizes) -> Inputs:
+        return Inputs(sizes, self._base, self.shape.hidden if self._embed_rows is not None else 0, self._dtype)
+
+    def _load(self, inputs: Inputs, arranged: Arranged, pages: Addresses) -> None:
+        inputs.load(arranged, pages)
+        if self._embed_rows is not None:
+            inputs.load_rows(torch.from_numpy(self._embed_rows(arranged.tokens)))
+
     def _pass(self, arranged: Arranged, pages: Addresses) -> Tensor:
         """Logits, on the card: [logits, vocab] in the order of the caller's."""
         bucket = None
         if arranged.decode_rows == len(arranged.tokens):
             bucket = Graphs.bucket(arranged.decode_rows, arranged.max_decode_pages)
         if bucket is None:
-            inputs = Inputs(Sizes.of(arranged), self._base)
-            inputs.load(arranged, pages)
+            inputs = self._inputs(Sizes.of(arranged))
+            self._load(inputs, arranged, pages)
             passed = self._compute(inputs)
             self._last = (arranged, passed)
             return passed.logits
         inputs = self._graphs.inputs(bucket)
         every = arranged.with_logits(np.arange(arranged.decode_rows, dtype=np.int32))
-        inputs.load(every, pages)
+        self._load(inputs, every, pages)
         passed = self._graphs.run(bucket, self._compute)
         self._last = (arranged, passed)
         rows = arranged.logit_rows
@@ -311,25 +303,30 @@ class GpuDecoder:
 
     def _compute(self, inputs: Inputs) -> _Passed:
         branch, residual = self._embed(inputs), None
-        for index in range(len(self._layers)):
-            branch, residual = self._layer(index, branch, residual, inputs)
+        for index, layer in enumerate(self._layers):
+            assert layer is not None
+            branch, residual = self._layer(index, layer, branch, residual, inputs)
         return self._head(branch, residual, inputs)
 
     def _embed(self, inputs: Inputs) -> Tensor:
+        if self._ends.embed is None:
+            return inputs.embedded
         return rows_plan(inputs.tokens, self._ends.embed, self._dtype).run()
 
-    def _layer(self, index: int, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def _layer(
+        self, index: int, layer: GpuLayer, branch: Tensor, residual: Tensor | None, inputs: Inputs
+    ) -> tuple[Tensor, Tensor]:
         """The branch and the residual after a layer. Temporaries go back to torch's allocator as it proceeds."""
-        layer, shape = self._layers[index], self.shape
+        shape = self.shape
         normed, residual = plan_add_norm(branch, layer.attn_norm, shape.norm_eps, residual).run()
-        attended = self._attend(index, normed, inputs)
+        attended = self._attend(index, layer, normed, inputs)
         branch = product_plan(attended, layer.o, layer.o_bias).run()
         normed, residual = plan_add_norm(branch, layer.mlp_norm, shape.norm_eps, residual).run()
         both = product_plan(normed, layer.gate_up, layer.gate_up_bias).run()
         return product_plan(plan_swiglu(both).run(), layer.down, layer.down_bias).run(), residual
 
-    def _attend(self, index: int, normed: Tensor, inputs: Inputs) -> Tensor:
-        layer, shape, layout, sizes = self._layers[index], self.shape, self.layout, inputs.sizes
+    def _attend(self, index: int, layer: GpuLayer, normed: Tensor, inputs: Inputs) -> Tensor:
+        shape, layout, sizes = self.shape, self.layout, inputs.sizes
         fused = product_plan(normed, layer.qkv, layer.qkv_bias, self._page_dtype).run()
         qkv = fused.view(len(fused), -1, shape.head_dim)
         turned = plan_rotate(
@@ -376,15 +373,6 @@ class _Piece(NamedTuple):
 
     address: int
     nbytes: int
-
-
-def load_ends(
-    embed: PackedMatrix, final_norm: Floats, head: PackedMatrix, device: torch.device, dtype: torch.dtype
-) -> Ends:
-    """The ends of a prepared model; a head that is the embedding is on the card once."""
-    first = to_card(embed, device, dtype)
-    last = first if head is embed or head.data is embed.data else to_card(head, device, dtype)
-    return Ends(first, torch.from_numpy(np.ascontiguousarray(final_norm)).to(device), last)
 
 
 def _on_host(logits: Tensor) -> Floats:

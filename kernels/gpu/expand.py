@@ -108,7 +108,8 @@ def _dense_kernel(
             q = (tl.load(quants + line, mask=there, other=0) >> (c % 8 * 4)[:, None]) & 15
         else:
             group = (panel * (cols // 32) * 80 + r)[None, :] + (c // 32 * 80)[:, None]
-            q = (tl.load(quants + group + (c % 32 // 8 * 16)[:, None], mask=there, other=0) >> (c % 8 * 4)[:, None]) & 15
+            word = tl.load(quants + group + (c % 32 // 8 * 16)[:, None], mask=there, other=0)
+            q = (word >> (c % 8 * 4)[:, None]) & 15
             place = c % 8 // 4 * 16 + c % 32 // 8 * 4 + c % 4
             q |= ((tl.load(quants + group + 64, mask=there, other=0) >> place[:, None]) & 1) << 4
         w = q.to(tl.float32)

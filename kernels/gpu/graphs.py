@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from tierd.kernels.gpu.inputs import Inputs, Sizes
 
@@ -75,14 +74,16 @@ class Graphs(Generic[Result]):
     """The buckets of a decoder.
 
     Args:
+        make_inputs: the block of a bucket.
         capture: None: every step runs eagerly.
         note: told, once a bucket, that it could not be captured, and why.
     """
 
     def __init__(
-        self, base: Tensor, capture: Capturer | None, note: Callable[[str], None], max_graphs: int = MAX_GRAPHS
-    ) -> None:
-        self._base = base
+        self, make_inputs: Callable[[Sizes], Inputs], capture: Capturer | None, note: Callable[[str], None],
+        max_graphs: int = MAX_GRAPHS,
+    ) -> None:  # fmt: skip
+        self._make_inputs = make_inputs
         self._capture = capture
         self._note = note
         self._max_graphs = max_graphs
@@ -111,7 +112,7 @@ class Graphs(Generic[Result]):
         else:
             while len(self._steps) >= self._max_graphs:
                 self._steps.popitem(last=False)
-            self._steps[bucket] = _Step(Inputs(Sizes.of_decode(*bucket), self._base))
+            self._steps[bucket] = _Step(self._make_inputs(Sizes.of_decode(*bucket)))
         return self._steps[bucket].inputs
 
     def run(self, bucket: tuple[int, int], compute: Callable[[Inputs], Result]) -> Result:

@@ -54,9 +54,12 @@ class Inputs:
     """One block, and its views on the card.
 
     Rows that a pass does not fill are token 0 at position 0 of no sequence: they see nothing, and write nothing.
+
+    Args:
+        row_width, dtype: of the rows of an embedding that does not lie on the card; 0 where it does.
     """
 
-    def __init__(self, sizes: Sizes, base: Tensor) -> None:
+    def __init__(self, sizes: Sizes, base: Tensor, row_width: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.sizes = sizes
         self._base = base
         places: dict[str, tuple[int, int, np.dtype[np.int64] | np.dtype[np.int32]]] = {}
@@ -78,6 +81,14 @@ class Inputs:
         self._arrays = {n: flat[p : p + c * k.itemsize].view(k) for n, (p, c, k) in places.items()}
         kinds = {wide: torch.int64, narrow: torch.int32}
         self._views = {n: self._far[p : p + c * k.itemsize].view(kinds[k]) for n, (p, c, k) in places.items()}
+
+        self._near_rows = torch.zeros((sizes.rows, row_width), dtype=dtype, pin_memory=on_card)
+        self._far_rows = self._near_rows.to(base.device) if on_card else self._near_rows
+
+    @property
+    def embedded(self) -> Tensor:
+        """[rows, row_width]: the embedding's, for the tokens; what `load_rows` was given."""
+        return self._far_rows
 
     @property
     def tokens(self) -> Tensor:
@@ -138,6 +149,12 @@ class Inputs:
         """As `load`, for other places of the same pages."""
         self._put_pages(arranged, pages)
         self._send()
+
+    def load_rows(self, values: Tensor) -> None:
+        """Rows of the embedding for the tokens that were loaded. [tokens, row_width]"""
+        self._near_rows[: len(values)] = values
+        if self._far_rows is not self._near_rows:
+            self._far_rows.copy_(self._near_rows, non_blocking=True)
 
     def _put_pages(self, arranged: Arranged, pages: Addresses) -> None:
         for name, places in (

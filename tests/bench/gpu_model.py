@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from tests.bench.gpu_kernels import random_matrix
-from tierd.kernels.gpu.decoder import Draws, Ends, GpuDecoder, GpuLayer
+from tierd.kernels.gpu.decoder import Draws, GpuDecoder
 from tierd.kernels.gpu.graphs import CudaCapturer
+from tierd.kernels.gpu.layers import Ends, GpuLayer
 from tierd.kernels.gpu.products import Matrix, matrix_bytes
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import WeightFormat

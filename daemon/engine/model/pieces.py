@@ -160,9 +160,9 @@ def open_file(directory: Path, manifest: Manifest, io: StoreIO | None) -> Weight
     return file
 
 
-def read_record(file: WeightFile, record: RecordEntry) -> Bytes:
-    """A record in memory of its own, checked. Raises ModelInvalid."""
-    memory = huge_block(record.bytes)
+def read_record(file: WeightFile, record: RecordEntry, memory: Bytes | None = None) -> Bytes:
+    """A record in memory of its own, or in what is given, checked. Raises ModelInvalid."""
+    memory = huge_block(record.bytes) if memory is None else memory
     try:
         file.read([(record.offset, memory)])
     except OSError as exc:

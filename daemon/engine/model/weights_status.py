@@ -10,7 +10,8 @@ _KEPT = 0.8  # of what earlier passes say about the rate, with each further pass
 
 
 class WeightsStatus(msgspec.Struct, frozen=True):
-    """Where the weights of an engine lie, and what passes read. On the CPU the device's memory is the computer's."""
+    """Where the weights of an engine lie, and what passes read. On the CPU the device's memory is the computer's; with
+    a card rates are those of the slower way to it."""
 
     budget_bytes: int | None  # for all that `memory_bytes` counts; None without a bound
     memory_bytes: int  # held: resident records, the ring, rows of the embedding
@@ -33,6 +34,9 @@ class WeightsStatus(msgspec.Struct, frozen=True):
     experts_bytes: int = 0  # slots of experts; `uses` and `hits` count these, too
     guesses: int = 0  # experts that were expected to be needed
     right_guesses: int = 0  # of those, that were
+    host_records: int = 0  # where a card computes: in the computer's memory; the device's is the card's
+    host_bytes: int = 0
+    copied_bytes: int = 0  # to the card since the start
 
 
 class Counted(NamedTuple):
@@ -59,7 +63,7 @@ class WeightRow(NamedTuple):
 
     name: str
     bytes: int
-    tier: str  # device, or nvme: every pass reads it
+    tier: str  # device; host: every pass copies it to the card; or nvme: every pass reads it
     hits: int = 0
     uses: int = 0
 

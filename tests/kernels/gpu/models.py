@@ -10,7 +10,8 @@ import torch
 from tests.kernels.decoders import Inputs, TinyModel
 from tests.kernels.gpu.cases import aligned
 from tierd.kernels import reference
-from tierd.kernels.gpu.decoder import GpuDecoder, GpuLayer, load_ends
+from tierd.kernels.gpu.decoder import GpuDecoder
+from tierd.kernels.gpu.layers import GpuLayer, load_ends
 
 CPU = torch.device("cpu")
 

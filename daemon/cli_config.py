@@ -41,8 +41,14 @@ def show(flags: dict[str, Any], origin: bool, as_json: bool) -> None:
 
 
 def _print_settings(settings: config.Settings, origins: dict[str, str], *, origin: bool, as_json: bool) -> None:
-    sizes = config.resolve_sizes(settings, probe_machine(settings.cache_dir))
-    auto = dict(zip(("device_mem", "host_mem", "nvme_mem", "nvme_min_free", "weights_mem"), sizes, strict=True))
+    settled, machine = config.settle(settings, probe_machine(settings.cache_dir))
+    if machine.card is None:
+        sizes = config.resolve_sizes(settled, machine)
+        auto = dict(zip(("device_mem", "host_mem", "nvme_mem", "nvme_min_free", "weights_mem"), sizes, strict=False))
+    else:  # what pages and weights take of the card depends on the model
+        found = config.resolve_sizes(settled, machine)
+        auto = {"host_mem": found.host_bytes, "nvme_mem": found.nvme_bytes, "nvme_min_free": found.nvme_min_free_bytes}
+    means = {"kv_format": settled.kv_format, "card": "off" if machine.card is None else machine.card.name}
     if as_json:
         print_json(
             {
@@ -50,6 +56,7 @@ def _print_settings(settings: config.Settings, origins: dict[str, str], *, origi
                     "value": _plain(doc, getattr(settings, doc.name)),
                     "origin": origins[doc.name],
                     **({"bytes": auto[doc.name]} if doc.name in auto else {}),
+                    **({"means": means[doc.name]} if doc.name in means else {}),
                 }
                 for doc in config.setting_docs()
             }
@@ -61,6 +68,8 @@ def _print_settings(settings: config.Settings, origins: dict[str, str], *, origi
         if doc.name in auto:
             size = human_bytes(auto[doc.name])
             value = f"auto ({size})" if value == "auto" else size
+        elif value == "auto" and doc.name in means:
+            value = f"auto ({means[doc.name]})"
         rows.append((doc.key, value or '""', origins[doc.name]) if origin else (doc.key, value or '""'))
     print_table(("SETTING", "VALUE", "ORIGIN") if origin else ("SETTING", "VALUE"), rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 import msgspec
 
 from tierd.daemon.cli_common import json_option, load_settings, print_json, print_table, settings_options
-from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config import Settings, resolve_sizes, settle
 from tierd.daemon.config_values import context_tokens
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.machine import probe_machine
@@ -62,6 +63,7 @@ def plan(
     settings = load_settings(flags)
     subject = find_subject(model, settings.models_dir, weights)
     load = _load(subject, settings, context, answer, streams, goal)
+    gpu = gpu or _own_card(settings)
     found = _on_card(subject, load, settings, gpu, kv_format) if gpu else _here(subject, load, settings, kv_format)
     if found.context > subject.context:
         beyond = f"{found.model} reaches {subject.context:,} tokens: tierd refuses more"
@@ -90,10 +92,18 @@ def _load(
     return Load(tokens - answer, answer, streams, goal == "throughput")
 
 
+def _own_card(settings: Settings) -> str | None:
+    """The name of this machine's card, if the daemon would compute on it and its data sheet is known."""
+    card = settle(settings, probe_machine(settings.cache_dir))[1].card
+    with contextlib.suppress(BadRequest):
+        return None if card is None else find_card(card.name).name
+    return None
+
+
 def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | None) -> told.Plan:
     """On this machine's processors, with the sizes that `tierd serve` would take."""
     threads = settings.threads or len(os.sched_getaffinity(0))
-    computer = probe_machine(settings.cache_dir)
+    settings, computer = settle(settings, probe_machine(settings.cache_dir)._replace(card=None))
     measured = rates.of_this_machine(settings.cache_dir, threads)
     pages = kv_format or settings.kv_format
     context = load.prompt_tokens + load.answer_tokens
@@ -106,7 +116,7 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
         directory = Path(subject.source) if subject.manifest is not None else None
         draft = choose_draft(settings, directory, smallest, computer, threads)
         beside = computer._replace(available_ram=max(computer.available_ram - draft.total_bytes, 0))
-        sizes, remarks = choose_sizes(asked, beside, spec, smallest, context, threads)
+        sizes, remarks = choose_sizes(asked, beside, spec, smallest, context, threads)[:2]
         if draft.model is not None:
             remarks = (*remarks, f"the draft model {draft.model.name} takes {human_bytes(draft.total_bytes)}")
         elif draft.off_reason:

@@ -96,6 +96,18 @@ class Settings:
         default=None,
         metadata=_setting("bytes of weights in memory; what does not fit is streamed (a size or auto)", size_or_auto),
     )
+    host_weights_mem: int | None = field(
+        default=None,
+        metadata=_setting(
+            "bytes of CPU memory for weights that a card has no room for; what does not fit stays on the disk (a size "
+            "or auto)",
+            size_or_auto,
+        ),
+    )
+    card: str = field(
+        default="auto",
+        metadata=_setting("compute on a card: auto (where there is one) or off", choice("auto", "off")),
+    )
     nvme_mem: int | None = field(
         default=None, metadata=_setting("bytes of pages on disk, 0: no such tier (a size or auto)", size_or_auto)
     )
@@ -117,9 +129,10 @@ class Settings:
     )
     threads: int = field(default=0, metadata=_setting("threads that compute, 0: every core", count(0, 1024)))
     kv_format: str = field(
-        default="fp32", metadata=_setting(
-            "numbers in a page: fp32, fp16, bf16 or fp8, or keys and values of 8 or 4 bits: k8v8, k8v4, k4v8, k4v4",
-            choice("fp32", "fp16", "bf16", "fp8", "k8v8", "k8v4", "k4v8", "k4v4"),
+        default="auto", metadata=_setting(
+            "numbers in a page: fp32, fp16, bf16 or fp8, or keys and values of 8 or 4 bits: k8v8, k8v4, k4v8, k4v4; "
+            "auto: fp32, on a card bf16",
+            choice("auto", "fp32", "fp16", "bf16", "fp8", "k8v8", "k8v4", "k4v8", "k4v4"),
         ),
     )
     kv_mode: str = field(
@@ -326,11 +339,23 @@ def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
     check_socket_path(settings.socket)
 
 
+def settle(settings: Settings, machine: Machine) -> tuple[Settings, Machine]:
+    """What `auto` means where it is no size, and the machine as the settings want it used: perhaps without its card.
+
+    Both are as they were when they are given again.
+    """
+    if settings.card == "off":
+        machine = machine._replace(card=None)
+    if settings.kv_format == "auto":
+        settings = dataclasses.replace(settings, kv_format="fp32" if machine.card is None else "bf16")
+    return settings, machine
+
+
 def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
     """The sizes to use: what was asked for, and `auto_sizes` where that is `auto`."""
-    auto = auto_sizes(*machine)
+    auto = auto_sizes(machine.total_ram, machine.available_ram, machine.free_disk)
     asked = (settings.device_mem, settings.host_mem, settings.nvme_mem, settings.nvme_min_free, settings.weights_mem)
-    sizes = Sizes(*(found if wanted is None else wanted for wanted, found in zip(asked, auto, strict=True)))
+    sizes = Sizes(*(found if wanted is None else wanted for wanted, found in zip(asked, auto[:5], strict=True)))
     if settings.weights_mem is None:  # what arenas of the sizes that were asked for leave
         usable = min(machine.available_ram, machine.total_ram)
         sizes = sizes._replace(weights_bytes=auto_weights(usable, sizes.device_bytes, sizes.host_bytes))

@@ -35,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_dir: str = ""  # of the draft model; empty: none
     draft_off_reason: str = ""  # why there is none although one was asked for
     nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
+    card: bool = False  # the sizes are those of a card's memory
     log_level: str = "info"
 
 
@@ -66,6 +67,8 @@ def engine_config(
         max_requests=settings.max_streams + settings.max_queue,
         nvme_daily_writes_bytes=settings.nvme_daily_writes,
         weights_bytes=sizes.weights_bytes,
+        host_weights_bytes=sizes.host_weights_bytes,
+        card=sizes.host_weights_bytes is not None,
         speculate=settings.speculate,
         draft_dir="" if draft_dir is None else str(draft_dir),
         draft_off_reason=draft_off_reason,

@@ -9,25 +9,31 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from tierd.daemon.card_memory import CardMemory, probe_card
 from tierd.daemon.paths import nearest_existing
 
 
 class Machine(NamedTuple):
-    """What the sizes are computed from, in bytes."""
+    """What the sizes are computed from, in bytes. `card`: one that can be computed on."""
 
     total_ram: int
     available_ram: int
     free_disk: int
+    card: CardMemory | None = None
 
 
 class Sizes(NamedTuple):
-    """Bytes of each tier, of the disk that stays free, and of weights in memory."""
+    """Bytes of each tier, of the disk that stays free, and of weights in memory: the device's, where there is a card.
+
+    `host_weights_bytes`: in CPU memory, of what a card does not take; None without one.
+    """
 
     device_bytes: int
     host_bytes: int
     nvme_bytes: int
     nvme_min_free_bytes: int
     weights_bytes: int
+    host_weights_bytes: int | None = None
 
 
 _GB = 10**9
@@ -61,7 +67,7 @@ def _whole(tier_bytes: int) -> int:
 
 
 def probe_machine(cache_dir: Path) -> Machine:
-    """Measure this machine: memory (a container's limit counts), and the disk that `cache_dir` is or will be on."""
+    """Measure this machine: memory (a container's limit counts), a card, the disk that `cache_dir` is or will be on."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     available = page * os.sysconf("SC_AVPHYS_PAGES")
@@ -75,7 +81,7 @@ def probe_machine(cache_dir: Path) -> Machine:
     if limit is not None:
         total, available = min(total, limit), min(available, limit)
     disk = os.statvfs(nearest_existing(cache_dir))
-    return Machine(total, available, disk.f_bavail * disk.f_frsize)
+    return Machine(total, available, disk.f_bavail * disk.f_frsize, probe_card())
 
 
 def total_memory_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -8,25 +8,23 @@ import os
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from tierd.daemon import kv_quota, room
 from tierd.daemon.child import EngineProcess, EngineState
-from tierd.daemon.config import Settings, kv_root, resolve_sizes
+from tierd.daemon.config import Settings, kv_root, settle
 from tierd.daemon.engine_config import EngineConfig, engine_config
-from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError
+from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError, Unsupported
 from tierd.daemon.machine import Machine, Sizes, probe_machine
 from tierd.daemon.models.catalog import load_manifest
-from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.need import Need, find_need
 from tierd.daemon.plan import rates
-from tierd.daemon.plan.auto import LEAST_ARENA_BYTES, choose_sizes
+from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
 from tierd.daemon.plan.block import Block, Extent, choose_block
-from tierd.daemon.plan.choose_format import fitting_format
-from tierd.daemon.plan.draft import Draft, choose_draft
+from tierd.daemon.plan.draft import Draft
 from tierd.daemon.plan.subject import prepared_subject
-from tierd.daemon.plan.workspace import engine_bytes
 from tierd.daemon.room import Arenas, Held
 from tierd.daemon.supervisor import Model, NoRoom
 from tierd.daemon.units import human_bytes
@@ -39,24 +37,10 @@ AUTO = "auto"  # as a size: what the daemon chooses
 _SIZES = ("device_bytes", "host_bytes", "weights_bytes")  # of a resize, and fields of `Sizes`
 
 
-class _Need(NamedTuple):
-    """The sizes of an engine that is alone, and what it takes beside its arenas."""
-
-    sizes: Sizes
-    weights_bytes: int  # all of them
-    workspace_bytes: int
-    draft: Draft = Draft()
-    format: str = ""  # of the weights
-    why: tuple[str, ...] = ()
-
-    def held(self, sizes: Sizes) -> Held:
-        """What an engine with these sizes may use."""
-        return Held(_arenas(sizes), min(sizes.weights_bytes, self.weights_bytes), self.workspace_bytes)
-
-
 def _chosen(config: EngineConfig, format: str, why: tuple[str, ...]) -> dict[str, Any]:
     """What an engine gets, as `status` tells it."""
-    names = ("device_bytes", "host_bytes", "nvme_bytes", "weights_bytes", "kv_format", "max_streams", "max_batch_rows")
+    names = ["device_bytes", "host_bytes", "nvme_bytes", "weights_bytes", "kv_format", "max_streams", "max_batch_rows"]
+    names += ["host_weights_bytes"] if config.card else []
     return {name: getattr(config, name) for name in names} | {"weights_format": format, "why": list(why)}
 
 
@@ -79,7 +63,7 @@ class Preparer:
         self._resized: dict[str, dict[str, int]] = {}  # models, and what somebody gave them by hand
         self._yielded: dict[str, int] = {}  # those that have less on the device than is booked, and how much
         self._blocks: dict[str, Block] = {}  # models whose next engine is for a batch alone
-        self._needs: dict[str, _Need] = {}  # of those in `_held`
+        self._needs: dict[str, Need] = {}  # of those in `_held`
         self._resizes: set[asyncio.Task[dict[str, Any]]] = set()  # at most one: they hold the lock
         self._auto_cap = self._cap = Arenas(0, 0)  # as the daemon chose it, and with what was resized by hand
         self._usable_bytes = 0
@@ -92,7 +76,9 @@ class Preparer:
         async with self._one_at_a_time:
             self._keep(engines.keys() - {model.name})
             machine = await asyncio.to_thread(self._machine)
-            need = await asyncio.to_thread(self._need, model, machine)
+            need = await asyncio.to_thread(
+                find_need, self._settings, Path(model.directory), machine, self._threads()
+            )
             block = self._blocks.get(model.name)
             if block is not None:  # it fills the steps without guesses
                 need = need._replace(
@@ -132,10 +118,15 @@ class Preparer:
     def plan_block(self, model: Model, extent: Extent, streams: int | None) -> Block | None:
         """The block of a batch that has the machine for itself. Reads the disk: for a thread."""
         manifest = load_manifest(Path(model.directory))
+        machine = self._machine()
+        if machine.card is not None:
+            raise Unsupported(
+                "a batch that has the card for itself is not planned yet", hint="leave --exclusive out, or `card = off`"
+            )
         settings, threads = self._settings, self._threads()
         measured = rates.of_this_machine(settings.cache_dir, threads)
         subject = prepared_subject(Path(model.directory), manifest)
-        return choose_block(subject, extent, settings, self._machine(), measured, threads, streams)
+        return choose_block(subject, extent, settings, machine, measured, threads, streams)
 
     def _threads(self) -> int:
         return self._settings.threads or len(os.sched_getaffinity(0))
@@ -246,7 +237,10 @@ class Preparer:
         if "weights" in named:
             named["weights"] = min(named["weights"], whole)
         then, most_bytes = now | named, max(self._most_bytes(name), held.total)
-        if sum(then.values()) + held.workspace <= most_bytes:
+        if held.apart:  # the engine knows how much of the computer's memory there is
+            named.pop("host", None)
+            del then["host"]
+        if not named or sum(then.values()) + held.workspace <= most_bytes:
             return
         tier = max(named, key=lambda each: then[each] - now[each])
         size = then[tier]
@@ -280,19 +274,21 @@ class Preparer:
             self._keep(engines.keys())
             await self._resize_all(room.regrown(self._cap, self._held), engines)
 
-    def _alone(self, need: _Need, wish: Mapping[str, int], machine: Machine) -> Sizes:
+    def _alone(self, need: Need, wish: Mapping[str, int], machine: Machine) -> Sizes:
         """The sizes of the only engine; what somebody once gave it by hand where that fits."""
         usable = min(machine.available_ram, machine.total_ram)
-        self._usable_bytes = usable - usable // 10
+        self._usable_bytes = need.card_bytes or usable - usable // 10
         self._auto_cap = _arenas(need.sizes)
         wished = need.sizes._replace(**wish)
         fits = need.held(wished).total <= max(self._usable_bytes, need.held(need.sizes).total)
         return wished if fits else need.sizes
 
     async def _beside(
-        self, model: Model, need: _Need, wish: Mapping[str, int], machine: Machine, engines: Mapping[str, EngineProcess]
+        self, model: Model, need: Need, wish: Mapping[str, int], machine: Machine, engines: Mapping[str, EngineProcess]
     ) -> Sizes:
         """The sizes of one more engine; the others have made room for it then, or have what they had before."""
+        if need.card_bytes:
+            raise NoRoom(model.name)  # what is free on a card is planned for one model
         before = dict(self._held)
         for weights_bytes in self._weights_to_try(need, wish):
             fixed_bytes = weights_bytes + need.workspace_bytes
@@ -321,7 +317,7 @@ class Preparer:
             device_bytes=arenas.device, host_bytes=arenas.host, weights_bytes=weights_bytes
         )
 
-    def _weights_to_try(self, need: _Need, wish: Mapping[str, int]) -> list[int]:
+    def _weights_to_try(self, need: Need, wish: Mapping[str, int]) -> list[int]:
         """Bytes of weights for one more engine: as somebody once gave it by hand, then as the settings say if less."""
         asked = self._settings.weights_mem
         unasked_bytes = need.weights_bytes if asked is None else min(asked, need.weights_bytes)
@@ -362,7 +358,7 @@ class Preparer:
         return kv_quota.Owner(name, self._settings.kv_format)
 
     def _machine(self) -> Machine:
-        machine = self._probe(self._settings.cache_dir)
+        self._settings, machine = settle(self._settings, self._probe(self._settings.cache_dir))
         # What the page stores hold is theirs already: without it an automatic cap would shrink as they fill.
         held_bytes = sum(namespace.bytes for namespace in kv_quota.namespaces(self.root))
         return machine._replace(free_disk=machine.free_disk + held_bytes)
@@ -373,28 +369,3 @@ class Preparer:
         share_bytes = kv_quota.share(self.root, self._owner(model.name), sizes.nvme_bytes)
         log.info("%s may use %d of %d bytes on disk", model.name, share_bytes, sizes.nvme_bytes)
         return sizes._replace(nvme_bytes=share_bytes)
-
-    def _need(self, model: Model, machine: Machine) -> _Need:
-        """The sizes that suit the machine and this model. Raises what `choose_draft` raises."""
-        settings = self._settings
-        try:
-            manifest = load_manifest(Path(model.directory))
-        except ModelFileError:
-            return _Need(resolve_sizes(settings, machine), 0, 0)  # the engine says what is wrong with it
-        threads = self._threads()
-        draft = choose_draft(settings, Path(model.directory), manifest.bytes, machine, threads)
-        beside = machine._replace(available_ram=max(machine.available_ram - draft.total_bytes, 0))
-        sizes, why = choose_sizes(settings, beside, manifest.spec, manifest.bytes, manifest.context, threads)
-        if manifest.bytes > sizes.weights_bytes and (
-            found := fitting_format(manifest.spec, manifest.bytes, settings, beside)
-        ):
-            again = f"`tierd pull {manifest.source} --weights {found.format}`"
-            why = (*why, f"as {found.format} they would take {human_bytes(found.bytes)} and fit: {again}")
-        for reason in why:
-            log.info("%s: %s", model.name, reason)
-        workspace = engine_bytes(
-            manifest.spec, kv_format=settings.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
-            nvme_bytes=sizes.nvme_bytes, context=settings.ctx or manifest.context, max_batch=settings.max_batch,
-            max_streams=settings.max_streams, threads=threads,
-        ).workspace  # fmt: skip
-        return _Need(sizes, manifest.bytes, workspace + draft.total_bytes, draft, manifest.format, why)

@@ -22,7 +22,7 @@ LINE_BYTES = 64 << 10
 EXIT_S = 5.0
 # What the choice of a weight format depends on. Not all: an order can be read by whoever lists processes.
 _CHOOSING = ("device_mem", "host_mem", "nvme_mem", "nvme_min_free", "weights_mem", "threads", "kv_format", "ctx",
-             "max_batch", "max_streams")  # fmt: skip
+             "max_batch", "max_streams", "card")  # fmt: skip
 
 
 class Puller:

@@ -18,16 +18,18 @@ class Arenas(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What an engine may use, in bytes. `weights`: those in memory."""
+    """What an engine may use, in bytes. `weights`: those in memory. `apart`: all but the host's arena is a card's."""
 
     arenas: Arenas
     weights: int
     workspace: int
+    apart: bool = False
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return sum(self.arenas) + self.weights + self.workspace
+        """All of it in the memory that is shared: the computer's, or the card's."""
+        arenas = self.arenas.device if self.apart else sum(self.arenas)
+        return arenas + self.weights + self.workspace
 
 
 class Division(NamedTuple):

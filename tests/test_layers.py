@@ -18,7 +18,9 @@ MAX_FUNCTION_LINES = 80
 MAX_MEDIAN_LINES = 170
 HEAVY = {"torch", "transformers", "triton"}
 # The engine's doors to the kernels of the card.
-CARD = ("tierd.daemon.engine.backend_cuda", "tierd.daemon.engine.model.weights_card")
+CARD = (
+    "tierd.daemon.engine.backend_cuda", "tierd.daemon.engine.model.passing", "tierd.daemon.engine.model.weights_card",
+)  # fmt: skip
 FORBIDDEN_CALLS = {"eval", "exec"}
 FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
@@ -47,8 +49,8 @@ def imports(path: Path) -> Iterator[str]:
 
 
 _BASE = frozenset({
-    "protocol", "generation", "errors", "config", "config_file", "config_values", "engine_config", "kv_mode", "machine",
-    "paths", "log", "units",
+    "card_memory", "protocol", "generation", "errors", "config", "config_file", "config_values", "engine_config",
+    "kv_mode", "machine", "paths", "log", "units",
 })  # fmt: skip
 
 

@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuDevicePrimaryCtxRetain": [_POINTER, ctypes.c_int],
     "cuDevicePrimaryCtxRelease_v2": [ctypes.c_int],
     "cuCtxSetCurrent": [_POINTER],
+    "cuMemGetInfo_v2": [_POINTER, _POINTER],
     "cuMemGetAllocationGranularity": [_POINTER, _POINTER, ctypes.c_int],
     "cuMemAddressReserve": [_POINTER, _SIZE, _SIZE, _ADDRESS, _LONG],
     "cuMemAddressFree": [_ADDRESS, _SIZE],
@@ -128,6 +129,11 @@ class CudaDriver:
     @property
     def granularity_bytes(self) -> int:
         return self._granularity_bytes
+
+    def memory(self) -> tuple[int, int]:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
 
     def reserve(self, size_bytes: int) -> int:
         address = ctypes.c_uint64()

@@ -44,6 +44,10 @@ class Gpu(Protocol):
         """What device memory is mapped in multiples of."""
         ...
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes of its memory that are free, and all of them."""
+        ...
+
     def close(self) -> None:
         """Lets go of the card, after everything that was made on it. Idempotent."""
         ...

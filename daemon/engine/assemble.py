@@ -22,6 +22,7 @@ from tierd.daemon.engine.embed import Pooling
 from tierd.daemon.engine.foresight import Foresight
 from tierd.daemon.engine.guesses import Guesses
 from tierd.daemon.engine.intake import Facts, Intake
+from tierd.daemon.engine.memory_check import check_device, check_memory, flag_of, load_weights
 from tierd.daemon.engine.model import rope
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.load import Vector
@@ -41,7 +42,6 @@ from tierd.daemon.errors import BadConfig, ModelInvalid
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
-from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.protocol import Event
 from tierd.daemon.units import human_bytes
 from tierd.kernels.cpu.selection import PageBounds
@@ -113,13 +113,14 @@ def build(
         manifest = load_manifest(directory)
     except ModelFileError as exc:
         raise ModelInvalid(f"model {directory.name!r} is broken: {exc}") from exc
-    _check_memory(config, manifest, total_memory_bytes())
+    check_memory(config, manifest, total_memory_bytes())
     hooks.progress("kernels", 0, 1)
     resources = contextlib.ExitStack()
     notes: list[str] = []
     try:
-        backend = choose(threads, notes.append, make_decoder)
+        backend = choose(threads, notes.append, make_decoder, config.card)
         resources.callback(backend.close)
+        check_device(config, manifest, backend, notes)
         if not backend.on_card:
             CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
         return _build(config, hooks, manifest, resources, threads, max_requests, backend, notes)
@@ -152,7 +153,9 @@ def _build(
     loops: list[StepLoop] = []  # the mover comes before the loop it wakes
     mover = backend.mover(lambda: loops[0].wake() if loops else None)
     resources.callback(mover.close)
-    weights = _load_weights(config, hooks, manifest, mover, max_rows, backend)
+    weights = load_weights(
+        config, manifest, mover, max_rows, backend, lambda done, total: hooks.progress("weights", done, total)
+    )
     resources.callback(weights.close)
     hooks.progress("store", 0, 1)
     store, store_notes = _open_store(config, layout, root)
@@ -221,23 +224,6 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool
     )
 
 
-def _load_weights(
-    config: EngineConfig, hooks: Hooks, manifest: Manifest, mover: Mover, max_rows: int, backend: Backend
-) -> HeldWeights:
-    try:
-        return backend.weights(
-            config, manifest, max_rows, mover, lambda done, total: hooks.progress("weights", done, total)
-        )
-    except DoesNotFit as exc:
-        raise BadConfig(
-            f"weights_mem of {config.weights_bytes} bytes is too little for {manifest.name}: its weights have "
-            f"{manifest.bytes} bytes, and even streamed they need {exc.needed_bytes} for the pieces that are computed "
-            "on and read meanwhile",
-            hint=f"give at least --weights-mem {-(-exc.needed_bytes // 2**20)}MiB",
-            param="weights_mem",
-        ) from None
-
-
 def _guesses(
     config: EngineConfig, manifest: Manifest, vocabulary: Vocabulary, backend: Backend, mover: Mover,
     resources: contextlib.ExitStack, threads: int, note: Callable[[str], None],
@@ -275,24 +261,6 @@ def _layout(config: EngineConfig, manifest: Manifest) -> PageLayout:
         raise BadConfig(f"{manifest.name}: {exc}", hint="give --kv-format fp16", param="kv_format") from exc
 
 
-def _check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> None:
-    """All of it lies in RAM. Asking for more than there is would map, and be killed when the pages fill."""
-    weights_bytes = min(config.weights_bytes or 0, manifest.bytes)  # those that nobody bounds may leave it any time
-    sizes = {"device_mem": config.device_bytes, "host_mem": config.host_bytes} | (
-        {"weights_mem": weights_bytes} if weights_bytes else {}
-    )
-    if sum(sizes.values()) <= total_bytes:
-        return
-    alone = [name for name, size in sizes.items() if size > total_bytes]
-    blamed = alone or list(sizes)
-    asked = " and ".join(f"{name} of {human_bytes(sizes[name])}" for name in blamed)
-    raise BadConfig(
-        f"{asked} {'is' if len(blamed) == 1 else 'are'} more than this machine's memory of {human_bytes(total_bytes)}",
-        hint=f"give less with {' and '.join(_flag(name) for name in blamed)}, or auto",
-        param=blamed[0],
-    )
-
-
 def _decoder(
     backend: Backend, weights: HeldWeights, layout: PageLayout, tables: tuple[Vector, Vector],
     frequencies: rope.Frequencies, max_rows: int, hooks: Hooks,
@@ -311,16 +279,19 @@ def _decoder(
 def _arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) -> tuple[Arena, Arena]:
     """The arenas of device and host."""
     record_bytes = layout.record_bytes
-    device = _arena("device", slots, layout, backend.device_block)
+    device = _arena("device", slots, layout, backend.device_memory[1], backend.device_block)
     return device, _arena(
-        "host", host_slots, layout, lambda size, most: backend.host_block(size, most, record_bytes)
-    )
+        "host", host_slots, layout, total_memory_bytes(),
+        lambda size, most: backend.host_block(size, most, record_bytes),
+    )  # fmt: skip
 
 
-def _arena(name: str, slots: int, layout: PageLayout, make_block: Callable[[int, int], Block]) -> Arena:
+def _arena(
+    name: str, slots: int, layout: PageLayout, total_bytes: int, make_block: Callable[[int, int], Block]
+) -> Arena:
     """The arena of a tier, with address space to grow. Raises BadConfig if the system has no memory for it."""
     size_bytes = slots * layout.record_bytes
-    most = max(slots, total_memory_bytes() // layout.record_bytes)
+    most = max(slots, total_bytes // layout.record_bytes)
     try:
         return Arena(name, slots, layout.record_bytes, max_slots=most, make_block=make_block)
     except OSError as exc:
@@ -329,14 +300,10 @@ def _arena(name: str, slots: int, layout: PageLayout, make_block: Callable[[int,
         setting = f"{name}_mem"
         raise BadConfig(
             f"the system refuses {human_bytes(size_bytes)} of memory for {setting}; this machine has "
-            f"{human_bytes(total_memory_bytes())}",
-            hint=f"give less with {_flag(setting)}, or auto; a limit (ulimit -v) may be lower",
+            f"{human_bytes(total_bytes)}",
+            hint=f"give less with {flag_of(setting)}, or auto; a limit (ulimit -v) may be lower",
             param=setting,
         ) from exc
-
-
-def _flag(setting: str) -> str:
-    return "--" + setting.replace("_", "-")
 
 
 def _context(wanted: int, manifest: Manifest) -> int:

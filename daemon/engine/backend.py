@@ -17,6 +17,7 @@ from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Decoder
 from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import Manifest
 from tierd.kernels.cpu.step import Angles, CpuDecoder
 from tierd.kernels.layout import PageLayout
@@ -48,6 +49,11 @@ class Backend(Protocol):
     @property
     def on_card(self) -> bool:
         """Whether a card computes: it rounds differently, and takes no bounded modes."""
+        ...
+
+    @property
+    def device_memory(self) -> tuple[int, int]:
+        """(bytes that the device arena and weights could have now, bytes if nothing else ran)."""
         ...
 
     def device_block(self, size_bytes: int, max_bytes: int) -> Block:
@@ -113,6 +119,10 @@ class CpuBackend:
     def on_card(self) -> bool:
         return False
 
+    @property
+    def device_memory(self) -> tuple[int, int]:
+        return (total_memory_bytes(),) * 2  # what is in use may be given back: the system decides
+
     def device_block(self, size_bytes: int, max_bytes: int) -> Block:
         return HostBlock(size_bytes, max_bytes)
 
@@ -153,14 +163,15 @@ def choose(
     threads: int,
     note: Note,
     make_decoder: type[CpuDecoder] = CpuDecoder,
+    card: bool = True,
     open_card: Callable[[], Gpu] = CudaDriver,
 ) -> Backend:
-    """The card if there is a driver for one, and torch and Triton can use it; else the CPU.
+    """The card if it is wanted, there is a driver for one, and torch and Triton can use it; else the CPU.
 
     `note` is told when there is a card that can't be used, and why. A decoder of the CPU's that is not the ordinary one
     asks for the CPU.
     """
-    if make_decoder is not CpuDecoder:
+    if not card or make_decoder is not CpuDecoder:
         return CpuBackend(threads, make_decoder)
     try:
         gpu = open_card()

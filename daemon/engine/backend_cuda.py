@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from tierd.daemon.engine.model.held import HeldWeights
-from tierd.daemon.engine.model.weights_card import Card, CardWeights
+from tierd.daemon.engine.model.passing import Card
+from tierd.daemon.engine.model.weights_card import CardWeights
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.models.catalog import Manifest
 from tierd.kernels.cpu.step import Angles
@@ -80,6 +81,10 @@ class CudaBackend:
     @property
     def on_card(self) -> bool:
         return True
+
+    @property
+    def device_memory(self) -> tuple[int, int]:
+        return self._gpu.memory()
 
     def device_block(self, size_bytes: int, max_bytes: int) -> Block:
         block = DeviceBlock(self._gpu, size_bytes, max_bytes)

@@ -249,7 +249,7 @@ async def _resize_arenas(engine: Engine, device_slots: int | None, host_slots: i
 async def _move_weights(engine: Engine, weights_bytes: int, deadline_s: float) -> None:
     """Records leave memory or come into it one by one, each between two steps."""
     if not engine.weights.can_move:
-        raise Unsupported("weights on a card can't be moved yet", param="weights_bytes")
+        raise Unsupported("the weights of this engine can't be moved", param="weights_bytes")
     try:
         await asyncio.wrap_future(engine.loop.call(lambda: engine.weights.retarget(weights_bytes)))
     except DoesNotFit as exc:
@@ -268,12 +268,17 @@ async def _move_weights(engine: Engine, weights_bytes: int, deadline_s: float) -
 
 
 def _check_memory(wanted: _Resize, engine: Engine, total_bytes: int) -> None:
-    """All of it lies in RAM. Raises OutOfSpace that says how much would fit."""
+    """All of it lies in RAM, with a card the host's pages alone: it refuses itself what it has no memory for.
+
+    Raises OutOfSpace that says how much would fit.
+    """
     pager, record_bytes = engine.pager, engine.pager.device.record_bytes
     now = {"device": pager.device.slots * record_bytes, "host": pager.host.slots * record_bytes}
     asked = {"device": wanted.device_bytes, "host": wanted.host_bytes}
     if wanted.weights_bytes is not None:  # otherwise they are not counted: those in the page cache can leave it
         asked["weights"], now["weights"] = min(wanted.weights_bytes, engine.weights.total_bytes), 0
+    if engine.on_card:
+        now, asked = {"host": now["host"]}, {"host": asked["host"]}
     sizes = {name: now[name] if size is None else size for name, size in asked.items()}
     if sum(sizes.values()) <= total_bytes:
         return

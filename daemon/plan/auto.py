@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config import Settings, resolve_sizes, settle
 from tierd.daemon.machine import Machine, Sizes, auto_weights
 from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.plan.auto_card import choose_card_sizes
 from tierd.daemon.plan.workspace import engine_bytes
 from tierd.kernels.layout import PageLayout
 
@@ -14,23 +15,36 @@ LEAST_ARENA_BYTES = 64 << 20  # as `machine.auto_sizes`
 
 
 class Chosen(NamedTuple):
-    """Sizes, and a sentence for each that is not simply what the machine or the user said."""
+    """Sizes, and a sentence for each that is not simply what the machine or the user said.
+
+    `card_workspace_bytes`, `card_usable_bytes`: of a card's memory, beside pages and weights, and for all of them; 0
+    without one.
+    """
 
     sizes: Sizes
     why: tuple[str, ...]
+    card_workspace_bytes: int = 0
+    card_usable_bytes: int = 0
 
 
 def choose_sizes(
-    settings: Settings, machine: Machine, spec: ModelSpec, weights_bytes: int, context: int, threads: int
-) -> Chosen:
+    settings: Settings, machine: Machine, spec: ModelSpec, weights_bytes: int, context: int, threads: int,
+    card_weights_bytes: int | None = None,
+) -> Chosen:  # fmt: skip
     """The sizes of an engine. What was asked for is taken as it is; only `auto` ones adapt to the model.
 
     - The arenas grow until one sequence of the whole context fits into memory, where weights and workspace leave room.
     - They shrink, host before device, when the model's weights fit into memory but not beside them: a page that is
       missing is computed once more, a layer that is missing is read in every step.
 
-    `context`: of the model, where the settings name none.
+    `context`: of the model, where the settings name none. `card_weights_bytes`: where a card would not take
+    `weights_bytes` for the weights. On a card see `choose_card_sizes`.
     """
+    settings, machine = settle(settings, machine)
+    if machine.card is not None:
+        on_card = weights_bytes if card_weights_bytes is None else card_weights_bytes
+        card = choose_card_sizes(settings, machine, spec, on_card, context, settings.kv_format)
+        return Chosen(card.sizes, card.why, card.workspace_bytes, card.usable_bytes)
     sizes = resolve_sizes(settings, machine)
     layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, settings.kv_format)
     tokens = settings.ctx or context

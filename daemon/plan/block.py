@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config import Settings, resolve_sizes, settle
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.plan import planner
@@ -57,6 +57,7 @@ def choose_block(
 
     `streams`: so many; where they do not fit, fewer. Sizes that the settings name are taken as they are.
     """
+    settings, computer = settle(settings, computer._replace(card=None))
     most = min(extent.requests, streams or MAX_STREAMS, MAX_STREAMS)
     found: Block | None = None
     for counts in ([most], _grid(most)) if streams else (_grid(most),):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from tierd.daemon.config import Settings
+from tierd.daemon.config import Settings, settle
 from tierd.daemon.machine import Machine
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan import planner, rates
@@ -45,6 +45,7 @@ def choose_format(
     That one, when it fits into the memory that `serve` would give to weights; else the most exact of the narrower ones
     that does; else the fastest of them. A source that is as narrow stays as it is.
     """
+    settings, computer = settle(settings, computer)
     shape = shape_from_spec(spec, "")
     formats = _narrower(shape, own_bytes)
     room_bytes = _room_bytes(spec, own_bytes, settings, computer)
@@ -53,6 +54,9 @@ def choose_format(
     lacks = f"{human_bytes(own_bytes)} of {own_format} weights don't fit into {human_bytes(room_bytes)} of memory"
     if (found := fitting_format(spec, own_bytes, settings, computer)) is not None:
         return Chosen(found.format, f"{lacks}: they become {found.format}, which takes {human_bytes(found.bytes)}")
+    if computer.card is not None:  # layers cross the link in every step: the fewest bytes are the fastest
+        name, size = formats[-1][0], formats[-1][1].total
+        return Chosen(name, f"{lacks}, nor in any format: they become {name}, {human_bytes(size)}, layers are streamed")
     threads = settings.threads or len(os.sched_getaffinity(0))
     context = settings.ctx or spec.context
     tokens = min(context, 1024)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.config import (
     Settings,
     is_loopback,
@@ -15,6 +16,7 @@ from tierd.daemon.config import (
     load_anyway,
     resolve_sizes,
     setting_docs,
+    settle,
     split_listen,
 )
 from tierd.daemon.engine_config import EngineConfig, engine_config
@@ -75,7 +77,8 @@ def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Pat
     texts = {
         "models_dir": str(tmp_path / "m"), "cache_dir": str(tmp_path / "c"), "socket": str(tmp_path / "s"),
         "listen": "localhost:1", "api_key": "k", "device_mem": "1GB", "host_mem": "2GiB", "nvme_mem": "0",
-        "weights_mem": "3GB", "speculate": "off", "kv_mode": "window=64", "draft": "smollm2:135m",
+        "weights_mem": "3GB", "host_weights_mem": "4GB", "card": "off",
+            "speculate": "off", "kv_mode": "window=64", "draft": "smollm2:135m",
         "nvme_min_free": "auto", "nvme_daily_writes": "50GB", "yield_device_mem": "2GB",
         "threads": "3", "kv_format": "bf16", "ctx": "4096", "max_batch": "64",
         "max_streams": "4", "max_queue": "5", "keep_alive": "never", "log_level": "debug", "log_format": "json",
@@ -140,7 +143,7 @@ def test_a_bad_variable_is_named(env: dict[str, str], file: Path) -> None:
 
 def test_a_bad_flag_is_named(env: dict[str, str], file: Path) -> None:
     file.touch()
-    formats = "fp32, fp16, bf16, fp8, k8v8, k8v4, k4v8, k4v4"
+    formats = "auto, fp32, fp16, bf16, fp8, k8v8, k8v4, k4v8, k4v4"
     with pytest.raises(BadConfig, match=f"--kv-format must be one of {formats}, not 'int8'"):
         load({"kv_format": "int8"}, env, file)
 
@@ -203,11 +206,23 @@ def test_listen_parts() -> None:
     assert not is_loopback("0.0.0.0") and not is_loopback("::") and not is_loopback("192.168.1.2")
 
 
+def test_auto_pages_are_those_of_what_computes(env: dict[str, str], file: Path) -> None:
+    file.touch()
+    machine = Machine(16 * GB, 12 * GB, 100 * GB, CardMemory("a card", 24 * GB, 20 * GB))
+    for flags, wanted in (
+        ({}, "bf16"), ({"card": "off"}, "fp32"), ({"kv_format": "k8v8"}, "k8v8"), ({"kv_format": "fp32"}, "fp32"),
+    ):  # fmt: skip
+        settled, used = settle(load(flags, env, file).settings, machine)
+        assert settled.kv_format == wanted and (used.card is None) == (flags.get("card") == "off")
+        assert settle(settled, used) == (settled, used)
+    assert settle(load({}, env, file).settings, machine._replace(card=None))[0].kv_format == "fp32"
+
+
 def test_resolve_keeps_what_was_asked_for(env: dict[str, str], file: Path) -> None:
     file.touch()
     settings = load({"device_mem": "1GB", "nvme_mem": "0"}, env, file).settings
     sizes = resolve_sizes(settings, Machine(16 * GB, 12 * GB, 100 * GB))
-    assert sizes == (GB, 1_800_000_000, 0, 5 * GB, 8 * GB)
+    assert sizes == (GB, 1_800_000_000, 0, 5 * GB, 8 * GB, None)
 
 
 def test_engine_config_survives_json(env: dict[str, str], file: Path, tmp_path: Path) -> None:

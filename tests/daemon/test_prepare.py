@@ -9,13 +9,14 @@ import pytest
 from front_harness import SPEC, make_model, make_settings, running
 
 from tierd.daemon import kv_quota
+from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.engine_config import EngineConfig
-from tierd.daemon.errors import ModelNotFound
+from tierd.daemon.errors import BadConfig, ModelNotFound
 from tierd.daemon.machine import Machine
 from tierd.daemon.plan.shape import shape_from_spec
 from tierd.daemon.plan.weights import weight_bytes
 from tierd.daemon.prepare import Preparer
-from tierd.daemon.supervisor import Model
+from tierd.daemon.supervisor import Model, NoRoom
 from tierd.daemon.units import human_bytes
 
 
@@ -28,7 +29,7 @@ async def test_the_configuration_of_an_engine(fake_models, tmp_path):
     config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha"), {}), type=EngineConfig)
     assert config.model_dir == str(fake_models / "alpha") and config.device_bytes == 1 << 28
     assert (1 << 29) - (2 << 20) < config.nvme_bytes <= (1 << 29) - (1 << 20)
-    kv_quota.note_owner(prepare.root, other.name, kv_quota.Owner("alpha", settings.kv_format))
+    kv_quota.note_owner(prepare.root, other.name, kv_quota.Owner("alpha", "fp32"))
     config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha"), {}), type=EngineConfig)
     assert config.nvme_bytes == 1 << 29
 
@@ -79,3 +80,37 @@ async def test_the_draft_model_has_its_memory_beside_the_others(tmp_path):
     assert tight.draft_dir == "" and "not all weights would stay in memory" in tight.draft_off_reason
     with pytest.raises(ModelNotFound, match="draft model"):
         await prepared("large", 2 << 30, draft="nobody")
+
+
+CARD = CardMemory("a card", 24 << 30, 20 << 30)
+WITH_CARD = Machine(32 << 30, 32 << 30, 100 << 30, CARD)
+
+
+async def test_sizes_on_a_card_are_planned_from_its_memory(fake_models, tmp_path):
+    alpha = Model("alpha", fake_models / "alpha")
+
+    async def prepared(**changes):
+        prepare = Preparer(make_settings(tmp_path, **changes), lambda _dir: WITH_CARD)
+        return msgspec.json.decode(await prepare(alpha, {}), type=EngineConfig)
+
+    found = await prepared(device_mem=None)
+    assert found.card and found.kv_format == "bf16" and found.host_weights_bytes > 0
+    assert 15 << 30 < found.device_bytes < CARD.free_bytes - (1 << 30)  # what its small weights leave
+    assert (await prepared(device_mem=1 << 28, kv_format="fp16")).device_bytes == 1 << 28
+    off = await prepared(card="off", device_mem=None)
+    assert not off.card and off.kv_format == "fp32" and off.device_bytes <= 8 * 10**9
+
+
+async def test_a_card_is_planned_for_one_model(fake_models, tmp_path):
+    prepare = Preparer(make_settings(tmp_path), lambda _dir: WITH_CARD)
+    await prepare(Model("alpha", fake_models / "alpha"), {})
+    prepare._keep = lambda _names: None  # alpha runs
+    with pytest.raises(NoRoom):
+        await prepare(Model("beta", fake_models / "beta"), {})
+
+
+async def test_memory_below_a_card_needs_a_card(fake_models, tmp_path):
+    machine = WITH_CARD._replace(card=None)
+    prepare = Preparer(make_settings(tmp_path, host_weights_mem=1 << 30), lambda _dir: machine)
+    with pytest.raises(BadConfig, match="host_weights_mem"):
+        await prepare(Model("alpha", fake_models / "alpha"), {})

@@ -43,4 +43,4 @@ def test_the_parts_that_move_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_all_parts(tmp_path: Path) -> None:
-    assert dry(tmp_path) == {"rates", "kernels", "attention", "matmul", "copies", "trips", "model"}
+    assert dry(tmp_path) == {"rates", "kernels", "attention", "matmul", "copies", "trips", "weights", "model"}

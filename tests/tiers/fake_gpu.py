@@ -62,6 +62,9 @@ class FakeGpu:
         self._lock = threading.RLock()
         self._next = 1000
 
+    def memory(self) -> tuple[int, int]:
+        return self.limit_bytes - sum(self.mapped.values()), self.limit_bytes
+
     def close(self) -> None:
         self.closed = True
 

@@ -9,51 +9,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from tierd.daemon.engine.model.load import RecordView, checked_format, layer_of, map_file, record_named, shape_of
-from tierd.daemon.engine.model.pieces import layer_piece, open_file, read_record
+from tierd.daemon.engine.model.load import RecordView, layer_of, map_file, record_named, shape_of
+from tierd.daemon.engine.model.passing import Card, PassingLayers
+from tierd.daemon.engine.model.pieces import open_file, read_record
 from tierd.daemon.engine.model.weights_status import Counted, PassMeter, WeightRow, WeightsStatus
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import MAX_SLOTS, head_record
 from tierd.daemon.models.placement_card import (
     DISK_SLOTS,
     CardPlacement,
-    is_vector,
     place_on_card,
     record_card_bytes,
 )
-from tierd.kernels.gpu.layers import Ends, GpuLayer, Piece, SlotLayer, load_ends, place_bytes
+from tierd.kernels.gpu.layers import Ends, GpuLayer, load_ends
 from tierd.kernels.packed_rows import unpack_rows
 from tierd.tiers.cuda_memory import pinned_array
-from tierd.tiers.gpu import DeviceRow, Event, Gpu, Stream
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Mover
 from tierd.tiers.store_io import Bytes, StoreIO
-from tierd.tiers.weights_device import DeviceRing, Record
 from tierd.tiers.weights_file import WeightFile
-from tierd.tiers.weights_ring import WeightRing
 
 if TYPE_CHECKING:
     from tierd.daemon.engine.model.experts import StreamedExperts
     from tierd.kernels.cpu.weights import Floats, Ints, Rows
     from tierd.kernels.gpu.decoder import GpuDecoder
-
-_ALIGN_BYTES = 256
-
-
-class Card(NamedTuple):
-    """What weights need of a card. `stream` is `compute` as torch names it, None for its current one."""
-
-    gpu: Gpu
-    compute: Stream
-    device: torch.device
-    dtype: torch.dtype
-    stream: torch.cuda.Stream | None
-    arrive: Callable[[Event], None] | None
-
 
 class CardWeights:
     """See `HeldWeights`. Threading: the loader builds it; from then on it is the step thread's.
@@ -96,12 +79,8 @@ class CardWeights:
         self._host: dict[str, Bytes] = {}
         self._file: WeightFile | None = None
         self._decoder: GpuDecoder | None = None
-        self._ring: DeviceRing | None = None
-        self._disk: WeightRing | None = None
-        self._slots: list[list[SlotLayer]] = []  # of each streamed layer, by slot
-        self._numbers: dict[int, int] = {}  # of streamed layers, in the ring
-        self._ring_bytes = 0
-        self._earlier, self._earlier_disk = Counted(), Counted()
+        self._passing: PassingLayers | None = None
+        self._copied_before, self._read_before = Counted(), Counted()
         self._meter = PassMeter()
         try:
             self.ends = self._load(progress)
@@ -125,7 +104,7 @@ class CardWeights:
     @property
     def memory_bytes(self) -> int:
         """On the card: resident records, slots, the place of streamed layers."""
-        return sum(record_card_bytes(self._entries[name]) for name in self._on_card()) + self._ring_bytes
+        return sum(record_card_bytes(self._entries[name]) for name in self._on_card()) + self._passing_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,14 +115,18 @@ class CardWeights:
         """For people: what is not on the card."""
         below = sum(row.tier == "nvme" for row in self.rows())
         return (
-            f"{len(self._numbers)} of {len(self._names)} layers are copied to the card in every step, {below} of them "
-            "from the disk"
+            f"{len(self._passing or ())} of {len(self._names)} layers are copied to the card in every step, {below} of "
+            "them from the disk"
         )
+
+    @property
+    def _passing_bytes(self) -> int:
+        return 0 if self._passing is None else self._passing.device_bytes
 
     @property
     def streams(self) -> bool:
         """Whether a pass needs layers that are not on the card."""
-        return self._ring is not None
+        return self._passing is not None
 
     @property
     def can_move(self) -> bool:
@@ -162,7 +145,7 @@ class CardWeights:
 
     def statistics(self) -> WeightsStatus:
         """What there is to say now."""
-        card, counted, disk = self._on_card(), self._counted(), self._disk_counted()
+        card, counted, disk = self._on_card(), self._copied(), self._read()
         sizes = {name: entry.bytes for name, entry in self._entries.items()}
         below = [name for name in sizes if name not in card and name not in self._host]
         rate, peak = self._meter.bytes_per_s, self._meter.peak_bytes_per_s
@@ -175,9 +158,9 @@ class CardWeights:
             host_bytes=sum(sizes[name] for name in self._host),
             nvme_records=len(below),
             nvme_bytes=sum(sizes[name] for name in below),
-            ring_bytes=self._ring_bytes,
+            ring_bytes=self._passing_bytes,
             rows_bytes=0,
-            pass_bytes=sum(record.num_bytes for record in self._ring.records) if self._ring is not None else 0,
+            pass_bytes=0 if self._passing is None else self._passing.pass_bytes,
             read_bytes=disk.read_bytes,
             copied_bytes=counted.read_bytes,
             waited_s=round(counted.waited_s, 3),
@@ -196,9 +179,9 @@ class CardWeights:
         for name, entry in self._entries.items():
             tier = "device" if name in card else "host" if name in self._host else "nvme"
             row = WeightRow(name, entry.bytes, tier)
-            number = self._numbers.get(self._names.index(name)) if name in self._names else None
-            if self._ring is not None and number is not None:
-                row = row._replace(hits=self._ring.hits[number], uses=self._ring.uses[number])
+            if self._passing is not None and name in self._names:
+                hits, uses = self._passing.used(self._names.index(name))
+                row = row._replace(hits=hits, uses=uses)
             out.append(row)
         return out
 
@@ -207,8 +190,8 @@ class CardWeights:
     def open(self, tokens: Ints, wants_logits: bool, deadline_s: float) -> Rows | None:
         """A pass begins. The decoder asks for rows of the embedding itself."""
         self._meter.begin(self._clock())
-        if self._ring is not None:
-            self._ring.begin()
+        if self._passing is not None:
+            self._passing.begin()
         return None
 
     def layer(self, index: int, deadline_s: float) -> GpuLayer | None:
@@ -216,14 +199,7 @@ class CardWeights:
 
         Raises WeightsLost.
         """
-        number = self._numbers.get(index)
-        if number is None or self._ring is None:
-            return None
-        slot = self._ring.take(number, deadline_s)
-        with torch.cuda.stream(self._card.stream):
-            layer = self._slots[number][slot].lay_out()
-        self._ring.release()  # the slot can be filled while the layer is computed
-        return layer
+        return None if self._passing is None else self._passing.layer(index, deadline_s)
 
     def experts(self, deadline_s: float) -> StreamedExperts | None:
         """There are none."""
@@ -235,8 +211,8 @@ class CardWeights:
 
     def end(self) -> None:
         """The pass is over: what it says about the rate."""
-        link = Link.DISK_READ if self._disk is not None else Link.HOST_TO_DEVICE  # the slower one decides
-        moved = self._disk_counted() if self._disk is not None else self._counted()
+        reads_disk = self._passing is not None and self._passing.reads_disk  # the slower one decides
+        link, moved = (Link.DISK_READ, self._read()) if reads_disk else (Link.HOST_TO_DEVICE, self._copied())
         self._meter.end(self._clock(), moved.read_bytes, self._mover.statistics()[link].bytes_per_s)
 
     # -- moving records --------------------------------------------------------------------------------------------
@@ -277,7 +253,7 @@ class CardWeights:
 
     def close(self) -> None:
         """Ends copies and reads, and gives everything back. Idempotent."""
-        at_rest = self._drop_ring()
+        at_rest = self._drop_passing()
         if self._file is not None and at_rest:
             self._file.close()
         self._file = self._decoder = None
@@ -352,78 +328,34 @@ class CardWeights:
 
     def _arrange(self) -> None:
         """Slots for the layers that are not on the card now."""
-        self._drop_ring()
-        streamed = [index for index, layer in enumerate(self.layers) if layer is None]
-        if not streamed:
-            return
-        card, entries = self._card, [self._entries[self._names[index]] for index in streamed]
-        width = torch.empty(0, dtype=card.dtype).element_size()
-        pieces = [self._pieces(index) for index in streamed]
-        slot_bytes = max(entry.bytes for entry in entries)
-        place = self._device_memory(max(place_bytes(each, width) for each in pieces))
-        slots = [self._device_memory(slot_bytes) for _ in range(self._target.slots or MAX_SLOTS)]
-        self._ring_bytes = place.nbytes + sum(slot.nbytes for slot in slots)
-        below = [entry for entry in entries if entry.name not in self._host]
-        if below:
-            self._disk = WeightRing(
-                self._opened(), self._mover, [layer_piece(entry) for entry in below],
-                min(self._target.disk_slots or DISK_SLOTS, len(below)),
-                overlap=self._overlap, clock=self._clock, allocate=lambda size: pinned_array(card.gpu, size),
+        self._drop_passing()
+        entries = {i: self._entries[self._names[i]] for i, layer in enumerate(self.layers) if layer is None}
+        if entries:
+            self._passing = PassingLayers(
+                self._card, self._mover, entries, self._host, slots=self._target.slots or MAX_SLOTS,
+                disk_slots=self._target.disk_slots or DISK_SLOTS, opened=self._opened, overlap=self._overlap,
+                clock=self._clock,
             )  # fmt: skip
-        self._ring = DeviceRing(
-            card.gpu, card.compute, self._mover,
-            [Record(entry.name, entry.bytes, self._host.get(entry.name)) for entry in entries],
-            [DeviceRow(slot.data_ptr(), slot.nbytes) for slot in slots],
-            disk=self._disk, arrive=card.arrive, overlap=self._overlap, clock=self._clock,
-        )  # fmt: skip
-        self._numbers = {index: number for number, index in enumerate(streamed)}
-        self._slots = [[SlotLayer(each, slot, place, card.dtype) for slot in slots] for each in pieces]
-        self._synchronize()
-
-    def _pieces(self, index: int) -> list[Piece]:
-        record = self._entries[self._names[index]]
-        return [
-            Piece(
-                tensor.name, None if is_vector(tensor) else checked_format(record.name, tensor), tensor.rows,
-                tensor.cols, tensor.offset - record.offset, tensor.bytes,
-            )  # fmt: skip
-            for tensor in record.tensors
-        ]
-
-    def _device_memory(self, size_bytes: int) -> torch.Tensor:
-        """Bytes of the card, aligned for kernels."""
-        block = torch.empty(size_bytes + _ALIGN_BYTES, dtype=torch.uint8, device=self._card.device)
-        return block[-block.data_ptr() % _ALIGN_BYTES :][:size_bytes]
+            self._synchronize()
 
     def _synchronize(self) -> None:
         if self._card.device.type == "cuda":  # what was moved, was moved on another stream
             torch.cuda.synchronize(self._card.device)
 
-    def _drop_ring(self) -> bool:
+    def _drop_passing(self) -> bool:
         """False when a copy or a read is stuck: its memory is left to it."""
-        self._earlier, self._earlier_disk = self._counted(), self._disk_counted()
-        ring, self._ring, self._disk = self._ring, None, None
-        self._numbers, self._ring_bytes = {}, 0
-        if ring is None:
+        passing = self._passing
+        if passing is None:
             return True
+        self._copied_before, self._read_before = self._copied(), self._read()
+        self._passing = None
         self._synchronize()
-        at_rest = ring.close()
-        if at_rest:
-            self._slots = []
-        return at_rest
+        return passing.close()
 
-    def _counted(self) -> Counted:
+    def _copied(self) -> Counted:
         """What crossed the link since the start."""
-        if self._ring is None:
-            return self._earlier
-        stats = self._ring.statistics()
-        return self._earlier.plus(
-            Counted(stats.waited_s, stats.copied_bytes, 0, stats.lost, sum(self._ring.uses), sum(self._ring.hits))
-        )
+        return self._copied_before if self._passing is None else self._copied_before.plus(self._passing.copied())
 
-    def _disk_counted(self) -> Counted:
-        """What was read of the disk since the start."""
-        if self._disk is None:
-            return self._earlier_disk
-        stats = self._disk.statistics()
-        return self._earlier_disk.plus(Counted(0.0, stats.read_bytes, stats.retries, stats.lost))
+    def _read(self) -> Counted:
+        """What passes read of the disk since the start."""
+        return self._read_before if self._passing is None else self._read_before.plus(self._passing.read())

@@ -21,7 +21,8 @@ from tierd.daemon.engine import assemble
 from tierd.daemon.engine.backend_cuda import CudaBackend
 from tierd.daemon.engine.batch import Batch
 from tierd.daemon.engine.model import rope
-from tierd.daemon.engine.model.weights_card import Card, CardWeights
+from tierd.daemon.engine.model.passing import Card
+from tierd.daemon.engine.model.weights_card import CardWeights
 from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.models.catalog import load_manifest

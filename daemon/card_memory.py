@@ -7,8 +7,6 @@ library there is no card, which is found out in no time.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,12 +23,8 @@ class CardMemory(NamedTuple):
     free_bytes: int
 
 
-class _Memory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
 def probe_card(
-    load: Callable[[str], Any] = ctypes.CDLL, env: Mapping[str, str] = os.environ,
+    load: Callable[[str], Any] | None = None, env: Mapping[str, str] = os.environ,
     installed: Callable[[str], bool] | None = None,
 ) -> CardMemory | None:  # fmt: skip
     """The first card that CUDA would show an engine; None without one, or without torch and Triton to use it.
@@ -39,12 +33,14 @@ def probe_card(
         load: gives the library; tests hand one in.
         installed: whether a module can be imported.
     """
+    import ctypes  # 4 ms, which every command would pay
+
     shown = env.get("CUDA_VISIBLE_DEVICES")
     first = "0" if shown is None else shown.split(",")[0].strip()
     if first in ("", "-1"):
         return None
     try:
-        library = load(LIBRARY)
+        library = (load or ctypes.CDLL)(LIBRARY)
     except OSError:
         return None
     if not all((installed or _is_installed)(name) for name in ("torch", "triton")):
@@ -59,7 +55,10 @@ def probe_card(
 
 def _look(library: Any, which: str) -> CardMemory | None:
     """The card of an index or a UUID; None when the library refuses anything, or the card is too old."""
-    card, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
+    import ctypes
+
+    card, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
     major, minor = ctypes.c_int(), ctypes.c_int()
     if which.isdigit():
         failed = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(which)), ctypes.byref(card))
@@ -73,10 +72,12 @@ def _look(library: Any, which: str) -> CardMemory | None:
     )
     if failed or (major.value, minor.value) < MIN_CAPABILITY:
         return None
-    return CardMemory(name.value.decode("utf-8", "replace"), int(memory.total), int(memory.free))
+    return CardMemory(name.value.decode("utf-8", "replace"), int(memory[0]), int(memory[1]))
 
 
 def _is_installed(name: str) -> bool:
+    import importlib.util
+
     with contextlib.suppress(ImportError, ValueError):
         if importlib.util.find_spec(name) is None:
             return False

@@ -161,6 +161,7 @@ class DeviceRing:
         at_rest = (self._disk is None or self._disk.close()) and at_rest
         if at_rest and self._stream:
             for slot in self._slots:
+                slot.job = None  # which holds the slot, and the memory it read
                 self._gpu.free_event(slot.copied)
                 self._gpu.free_event(slot.read)
             self._gpu.free_stream(self._stream)

@@ -42,7 +42,7 @@ class Nvml:
         self.asked = uuid.decode()
 
     def _DeviceGetMemoryInfo(self, _card: Any, found: Any) -> None:
-        found._obj.total, found._obj.free = 24 * GB, 20 * GB
+        found._obj[0], found._obj[1] = 24 * GB, 20 * GB
 
     def _DeviceGetName(self, _card: Any, name: Any, _size: Any) -> None:
         name.value = b"RTX 4090"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from cli_rig import Cli
 
+from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.config import setting_docs
+from tierd.daemon.machine import Machine
 
 
 @pytest.fixture
@@ -82,3 +84,16 @@ def test_what_the_start_would_refuse_is_told(cli: Cli, monkeypatch: pytest.Monke
         said = cli("config", "show", *words)
         assert said.code in (77, 78) and said.hinted, "a file of keys without a key opens nothing"
     assert "needs an API key" in cli("config", "show").err
+
+
+def test_auto_says_what_it_means(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = cli("config", "show")
+    assert re.search(r"^kv_format +auto \(fp32\)$", said.out, re.MULTILINE)
+    assert re.search(r"^card +auto \(off\)$", said.out, re.MULTILINE)
+    card = CardMemory("a card", 24 * 10**9, 20 * 10**9)
+    machine = Machine(16 * 10**9, 12 * 10**9, 100 * 10**9, card)
+    monkeypatch.setattr("tierd.daemon.cli_config.probe_machine", lambda _path: machine)
+    said = cli("config", "show")
+    assert re.search(r"^kv_format +auto \(bf16\)$", said.out, re.MULTILINE)
+    assert re.search(r"^card +auto \(a card\)$", said.out, re.MULTILINE)
+    assert re.search(r"^device_mem +auto$", said.out, re.MULTILINE)  # it depends on the model

@@ -179,3 +179,8 @@ def test_every_call_fits_its_signature() -> None:
     assert set(library.named()) == set(cuda_driver._SIGNATURES) - {"cuGetErrorString"}
     with pytest.raises(GpuError, match="the card was given back"):
         driver.new_event()
+
+
+def test_its_memory_is_asked_of_the_driver() -> None:
+    library = Library()
+    assert opened(library).memory()[0] == 7 and library.named()[-1] == "cuMemGetInfo_v2"

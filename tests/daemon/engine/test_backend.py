@@ -32,6 +32,12 @@ def test_without_a_driver_the_cpu_computes() -> None:
     assert isinstance(chosen, backend.CpuBackend) and chosen.name == "the CPU, 2 threads" and not notes
 
 
+def test_a_card_that_nobody_wants_is_left_alone() -> None:
+    notes: list[str] = []
+    chosen = backend.choose(1, notes.append, card=False, open_card=lambda: pytest.fail("the card was opened"))
+    assert isinstance(chosen, backend.CpuBackend) and not notes
+
+
 def test_a_card_that_torch_can_not_use_is_named() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

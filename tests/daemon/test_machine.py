@@ -27,10 +27,10 @@ def test_auto_sizes_fit_the_machine(total: int, available: int, disk: int) -> No
 
 
 def test_auto_sizes_of_known_machines() -> None:
-    assert auto_sizes(16 * GB, 12 * GB, 100 * GB) == (3 * GB, 1_800_000_000, 10 * GB, 5 * GB, 6 * GB)
-    assert auto_sizes(128 * GB, 120 * GB, 2000 * GB) == (8 * GB, 16 * GB, 50 * GB, 5 * GB, 84 * GB)
+    assert auto_sizes(16 * GB, 12 * GB, 100 * GB) == (3 * GB, 1_800_000_000, 10 * GB, 5 * GB, 6 * GB, None)
+    assert auto_sizes(128 * GB, 120 * GB, 2000 * GB) == (8 * GB, 16 * GB, 50 * GB, 5 * GB, 84 * GB, None)
     small = auto_sizes(GB, GB // 5, GB // 2)
-    assert small == (64 << 20, 0, 0, 25_000_000, GB // 5 - GB // 50 - (64 << 20)), "a small machine still works"
+    assert small == (64 << 20, 0, 0, 25_000_000, GB // 5 - GB // 50 - (64 << 20), None), "a small machine still works"
 
 
 def test_cgroup_limit(tmp_path: Path) -> None:

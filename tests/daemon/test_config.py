@@ -272,7 +272,7 @@ def test_the_disk_can_only_hold_what_is_packed_more(env: dict[str, str], kv_form
     for store_format in PAGE_FORMATS:
         flags = {"kv_format": kv_format, "store_format": store_format}
         if store_format == "fp32" or sizes[store_format] >= sizes[kv_format]:
-            with pytest.raises(BadConfig, match="store_format"):
+            with pytest.raises(BadConfig, match="store.format"):
                 load(flags, env)
         else:
             assert load(flags, env).settings.page_formats == f"{kv_format} stored {store_format}"

@@ -107,7 +107,8 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
     measured = rates.of_this_machine(settings.cache_dir, threads)
     pages = kv_format or settings.kv_format
     context = load.prompt_tokens + load.answer_tokens
-    limits = Limits(pages, settings.max_batch, max(settings.max_streams, load.streams), threads, context)
+    limits = Limits(pages, settings.max_batch, max(settings.max_streams, load.streams), threads, context,
+                    settings.store_format)
     spec = subject.shape.spec
     runs = spec is not None and pages in ENGINE_FORMATS
     if spec is not None and runs:

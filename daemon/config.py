@@ -135,6 +135,13 @@ class Settings:
             choice("auto", "fp32", "fp16", "bf16", "fp8", "k8v8", "k8v4", "k4v8", "k4v4"),
         ),
     )
+    store_format: str = field(
+        default="same", metadata=_setting(
+            "numbers in a page on the disk, of fewer bits than kv_format: fp16, bf16, fp8, k8v8, k8v4, k4v8 or k4v4; "
+            "what comes back is then near what was computed, not the same; same: as kv_format",
+            choice("same", "fp16", "bf16", "fp8", "k8v8", "k8v4", "k4v8", "k4v4"),
+        ),
+    )
     kv_mode: str = field(
         default="",
         metadata=_setting("of a context: all (empty), window=N, sinks=S,window=W, select=K or h2o=N", memory_mode),
@@ -200,6 +207,11 @@ class Settings:
             key="compat.strip_attribution",
         ),
     )
+
+    @property
+    def page_formats(self) -> str:
+        """How pages lie in memory and on the disk: `fp32`, or `fp32 stored k8v8`."""
+        return self.kv_format if self.store_format == "same" else f"{self.kv_format} stored {self.store_format}"
 
 
 class SettingDoc(NamedTuple):
@@ -336,7 +348,19 @@ def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
             hint="`tierd key add NAME` makes one; or set TIERD_API_KEY, or listen on 127.0.0.1",
             param="listen",
         )
+    if settings.store_format != "same" and _RANK[settings.store_format] <= _RANK[settings.kv_format]:
+        raise BadConfig(
+            f"store_format = {settings.store_format!r} ({origins['store_format']}) is not packed more than "
+            f"kv_format = {settings.kv_format!r} ({origins['kv_format']})",
+            hint="leave store_format at same, choose one of fewer bits, or name a larger kv_format",
+            param="store_format",
+        )
     check_socket_path(settings.socket)
+
+
+# From the largest page to the smallest; where two are equal, neither is packed more. What `auto` will be depends on the
+# machine: it counts as the smaller one.
+_RANK = {"fp32": 0, "auto": 1, "fp16": 1, "bf16": 1, "k8v8": 2, "fp8": 3, "k8v4": 4, "k4v8": 4, "k4v4": 5}
 
 
 def settle(settings: Settings, machine: Machine) -> tuple[Settings, Machine]:

@@ -12,6 +12,9 @@ from tierd.daemon.machine import Sizes
 ENGINE_CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"  # how an `EngineConfig` gets to its process
 
 
+SAME = "same"  # as a format of the store: that of memory
+
+
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All that an engine process is told, as JSON. Sizes in bytes, paths absolute."""
 
@@ -24,6 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int  # 0: every core
     kv_format: str
     context: int  # 0: what the model was trained for
+    store_format: str = SAME  # of pages on the disk
     max_batch_rows: int = 512
     max_streams: int = 16
     throughput: bool = False  # nobody looks on: prompts take whole steps
@@ -61,6 +65,7 @@ def engine_config(
         nvme_min_free_bytes=sizes.nvme_min_free_bytes,
         threads=settings.threads,
         kv_format=settings.kv_format,
+        store_format=settings.store_format,
         context=settings.ctx,
         max_batch_rows=settings.max_batch,
         max_streams=settings.max_streams,

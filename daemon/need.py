@@ -63,7 +63,8 @@ def find_need(settings: Settings, directory: Path, machine: Machine, threads: in
     for reason in why:
         log.info("%s: %s", manifest.name, reason)
     workspace = engine_bytes(
-        manifest.spec, kv_format=settings.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
+        manifest.spec, kv_format=settings.kv_format, store_format=settings.store_format,
+        device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=settings.ctx or manifest.context, max_batch=settings.max_batch,
         max_streams=settings.max_streams, threads=threads,
     ).workspace  # fmt: skip

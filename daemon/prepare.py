@@ -39,7 +39,8 @@ _SIZES = ("device_bytes", "host_bytes", "weights_bytes")  # of a resize, and fie
 
 def _chosen(config: EngineConfig, format: str, why: tuple[str, ...]) -> dict[str, Any]:
     """What an engine gets, as `status` tells it."""
-    names = ["device_bytes", "host_bytes", "nvme_bytes", "weights_bytes", "kv_format", "max_streams", "max_batch_rows"]
+    names = ["device_bytes", "host_bytes", "nvme_bytes", "weights_bytes", "kv_format", "store_format",
+             "max_streams", "max_batch_rows"]
     names += ["host_weights_bytes"] if config.card else []
     return {name: getattr(config, name) for name in names} | {"weights_format": format, "why": list(why)}
 
@@ -135,7 +136,7 @@ class Preparer:
         """Remember which store an engine opened, for the next share. To be called when it is ready."""
         namespace = engine.info.get("namespace")
         if isinstance(namespace, str):
-            kv_quota.note_owner(self.root, namespace, self._owner(engine.model))
+            kv_quota.note_owner(self.root, namespace, kv_quota.Owner(engine.model, self._settings.page_formats))
 
     async def resize(self, engine: EngineProcess, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Change the memory of an engine; the next ones of its model get as much, as long as this daemon lives.
@@ -354,9 +355,6 @@ class Preparer:
         asked = self._settings.device_mem
         return LEAST_ARENA_BYTES if asked is None else min(asked // 4, LEAST_ARENA_BYTES)
 
-    def _owner(self, name: str) -> kv_quota.Owner:
-        return kv_quota.Owner(name, self._settings.kv_format)
-
     def _machine(self) -> Machine:
         self._settings, machine = settle(self._settings, self._probe(self._settings.cache_dir))
         # What the page stores hold is theirs already: without it an automatic cap would shrink as they fill.
@@ -366,6 +364,7 @@ class Preparer:
     def _on_disk(self, model: Model, sizes: Sizes) -> Sizes:
         if not sizes.nvme_bytes:
             return sizes
-        share_bytes = kv_quota.share(self.root, self._owner(model.name), sizes.nvme_bytes)
+        owner = kv_quota.Owner(model.name, self._settings.page_formats)
+        share_bytes = kv_quota.share(self.root, owner, sizes.nvme_bytes)
         log.info("%s may use %d of %d bytes on disk", model.name, share_bytes, sizes.nvme_bytes)
         return sizes._replace(nvme_bytes=share_bytes)

@@ -49,7 +49,7 @@ class Admission:
     @property
     def allowed(self) -> int:
         """Pages that may be written today."""
-        return self.budget.allows(self._residency.device.record_bytes)
+        return self.budget.allows(self._residency.stored_bytes)
 
     def statistics(self) -> WriteStats:
         """Figures of now."""
@@ -61,7 +61,7 @@ class Admission:
 
     def written(self, nodes: Sequence[Node]) -> None:
         """Pages became durable."""
-        self.written_bytes += len(nodes) * self._residency.device.record_bytes
+        self.written_bytes += len(nodes) * self._residency.stored_bytes
         self.written_tokens += sum(node.num_tokens for node in nodes)
         self.asked.difference_update(node.key for node in nodes)
 

@@ -78,7 +78,7 @@ class Loader:
         nodes = [node for node, _ in batch]
         keys = [node.key for node in nodes]
         rows = [self._arena(load).row(load.slot) for _, load in batch]
-        num_bytes = sum(row.nbytes for row in rows)
+        num_bytes = len(rows) * self._residency.stored_bytes
 
         def read(which: slice, arrays: Sequence[HostRow]) -> list[PageLost | None]:
             return store.read_many(keys[which], arrays)

@@ -46,6 +46,7 @@ class Pager:
         clock: seconds, never going back.
         events: called with ("notice", {"text": ...}) when a tier is turned off or is full, or when
             pages on disk fail their check.
+        stored_record_bytes: of a page in the store, where that is not as many.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Pager:
         mover: Mover,
         clock: Callable[[], float],
         events: Callable[[str, dict[str, object]], None],
+        stored_record_bytes: int | None = None,
     ) -> None:
         for arena in (device, host):
             if arena is not None and arena.record_bytes != layout_record_bytes:
@@ -72,7 +74,7 @@ class Pager:
         self.mover = mover
         self.index = PrefixIndex(page_tokens)
         slots = store.capacity_slots if store is not None else 0
-        self.residency = Residency(self.index, device, self.host, slots, Journal(clock))
+        self.residency = Residency(self.index, device, self.host, slots, Journal(clock), stored_record_bytes)
         self.writeback = Writeback(self.residency, store, mover, self._notice, self._written)
         self.evictor = Evictor(self.residency, mover, self.writeback)
         self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback, self._notice)

@@ -53,7 +53,7 @@ class Picker:
         self.read_bytes = 0
         self._store = store
         self._mover = mover
-        self._sections, self._section_bytes = store.geometry.sections, store.geometry.section_bytes
+        self._sections, self._section_bytes = store.geometry.sections, store.section_bytes
         self._slot_bytes = -(-self._section_bytes // 64) * 64
         self._clock = clock
         self._allocate = allocate
@@ -106,7 +106,7 @@ class Picker:
 
     def _fetch(self, keys: Sequence[PageKey], section: int, deadline_s: float) -> tuple[int, Bytes]:
         """Reads a section of some pages: rows, and where in each it starts. Raises StagingLost."""
-        span_bytes = self._store.span_bytes(1)
+        span_bytes, stored_bytes = self._store.span_bytes(1), self._store.geometry.span_bytes(1)
         if len(self._target) < len(keys) * span_bytes:
             self._target = self._allocate(len(keys) * span_bytes)
         rows = self._target[: len(keys) * span_bytes].reshape(-1, span_bytes)
@@ -114,7 +114,8 @@ class Picker:
         lost: dict[PageKey, str] = {}
         for first in range(0, len(keys), GROUP_PAGES):
             group, dest = keys[first : first + GROUP_PAGES], rows[first : first + GROUP_PAGES]
-            job = Job(partial(self._read, group, section, dest), Link.DISK_READ, dest.nbytes, dest=dest, awaited=True)
+            read = partial(self._read, group, section, dest)
+            job = Job(read, Link.DISK_READ, len(group) * stored_bytes, dest=dest, awaited=True)
             if not self._mover.submit(job, JobClass.NOW, self._clock()):
                 lost |= dict.fromkeys(keys[first:], "the queue of the disk is full")
                 break

@@ -220,7 +220,7 @@ class Promoter:
             told(verdict)
 
         residency.move(node, 1)
-        job = Job(read, Link.DISK_READ, residency.device.record_bytes, done)
+        job = Job(read, Link.DISK_READ, residency.stored_bytes, done)
         if not self._mover.submit(job, JobClass.PREFETCH):
             residency.move(node, -1)
             residency.settle(node)
@@ -247,7 +247,7 @@ class Promoter:
         rate = self._mover.statistics()[Link.DISK_READ].bytes_per_s
         if not rate:
             return MAX_LOADS
-        return min(max(int(rate * _AHEAD_S / self._residency.device.record_bytes), _LEAST_LOADS), MAX_LOADS)
+        return min(max(int(rate * _AHEAD_S / self._residency.stored_bytes), _LEAST_LOADS), MAX_LOADS)
 
     def _load(self, lease: Lease, place: int) -> bool:
         """Starts to load an absent page, or finds that it need not be; False to try again later."""

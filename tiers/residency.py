@@ -27,13 +27,15 @@ class Residency:
     """
 
     def __init__(
-        self, index: PrefixIndex, device: Arena, host: Arena, store_slots: int, journal: Journal
-    ) -> None:
+        self, index: PrefixIndex, device: Arena, host: Arena, store_slots: int, journal: Journal,
+        stored_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self.journal = journal
         self.device = device
         self.host = host
         self.store_slots = store_slots
+        self.stored_bytes = device.record_bytes if stored_bytes is None else stored_bytes  # of a page in the store
         self.cost = RecomputeCost()  # the engine puts measured rates here
         self.touched: set[Node] | None = None  # pages whose books changed, while somebody looks; None: nobody does
         self.version = 0  # grows when a page under a lease begins or ceases to lie in memory

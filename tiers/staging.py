@@ -71,10 +71,10 @@ class Staging:
         clock: Callable[[], float] = time.monotonic,
         allocate: Callable[[int], Bytes] = huge_block,
     ) -> None:
-        if (store.geometry.sections, store.geometry.section_bytes) != (sections, section_bytes):
+        if (store.geometry.sections, store.section_bytes) != (sections, section_bytes):
             raise ValueError(
                 f"{sections} sections of {section_bytes} bytes; the store has {store.geometry.sections} of "
-                f"{store.geometry.section_bytes}"
+                f"{store.section_bytes}"
             )
         if stages < 2:
             raise ValueError(f"a ring of {stages} stages can't read ahead")
@@ -86,6 +86,7 @@ class Staging:
         self.num_stages = -(-sections // self.stage_sections)
         self.ring_stages = min(stages, self.num_stages)
         self.span_bytes = store.span_bytes(self.stage_sections)
+        self.stored_bytes = store.geometry.span_bytes(self.stage_sections)  # read of a page for a stage
         self.clock = clock
         self._allocate = allocate
         self._ring: list[Bytes] = []  # [pages * span_bytes] each
@@ -228,7 +229,8 @@ class Flow:
             for first in range(0, len(self._keys), size):
                 pages = range(first, min(first + size, len(self._keys)))
                 dest = self._rows[stage % staging.ring_stages][pages.start : pages.stop]
-                job = Job(partial(self._read, stage, pages, dest), Link.DISK_READ, dest.nbytes, dest=dest, awaited=True)
+                read = partial(self._read, stage, pages, dest)
+                job = Job(read, Link.DISK_READ, len(pages) * staging.stored_bytes, dest=dest, awaited=True)
                 if not staging.mover.submit(job, JobClass.NOW, due_s):
                     self._lost |= dict.fromkeys(pages, "the queue of the disk is full")
                     return

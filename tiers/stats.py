@@ -132,4 +132,4 @@ def _store_stats(pager: Pager) -> TierStats:
     total = max(residency.store_slots, durable + writing)
     evictions = residency.evictions[Tier.NVME]
     free = total - durable - writing
-    return TierStats(total, free, used, durable - used, writing, pager.device.record_bytes, evictions)
+    return TierStats(total, free, used, durable - used, writing, residency.stored_bytes, evictions)

@@ -64,7 +64,6 @@ class Store:
         self._records = Records(parts.slabs, namespace)
         self._tally = StoreTally(parts.slabs)
         self.geometry = parts.slabs.geometry
-        self.section_span_bytes = self.span_bytes(1)
         self._next_generation = parts.index.opens << 32  # a generation is never used twice, crash or not
         self._lock = threading.RLock()
         self._failure = ""
@@ -192,6 +191,11 @@ class Store:
         dest: an aligned uint8[n, span_bytes(count) or more whole blocks], a row for each page.
         """
         return self._reader.read_section_many(pages, section, dest, count)
+
+    @property
+    def section_bytes(self) -> int:
+        """Bytes of a section as `read_section` gives it."""
+        return self.geometry.section_bytes
 
     def span_bytes(self, count: int) -> int:
         """Bytes of the aligned buffer that `read_section` needs for `count` sections."""

@@ -94,7 +94,7 @@ class Verification(Errand):
         repair = self._repair
         self._require_on()
         self.findings += yield from self._by_mover(Link.DISK_READ, lambda: store.inspect(repair))
-        record_bytes, after, count = self._pager.device.record_bytes, -1, READ_PAGES
+        record_bytes, after, count = self._pager.residency.stored_bytes, -1, READ_PAGES
         while count == READ_PAGES:
             self._require_on()
             num_bytes = min(max(self.total_pages - self.read_pages, 1), READ_PAGES) * record_bytes

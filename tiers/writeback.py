@@ -202,7 +202,7 @@ class Writeback:
         sources = [self._hold(node) for node in nodes]
         metas = [self._meta(source.node) for source in sources]
         rows = [source.arena.row(source.slot) for source in sources]
-        num_bytes = sum(row.nbytes for row in rows)
+        num_bytes = len(rows) * self._residency.stored_bytes
         budget = self.admission.budget
 
         def write() -> None:

@@ -32,6 +32,7 @@ from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.speculate import Speculate, Speculator
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
+from tierd.daemon.engine.stored import open_store, stored_layout
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.top import Beside, TopBoard
@@ -50,7 +51,6 @@ from tierd.kernels.layout import PageLayout
 from tierd.tiers import budget, upkeep
 from tierd.tiers.arena import Arena
 from tierd.tiers.blocks import Block
-from tierd.tiers.errors import StoreError
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
 from tierd.tiers.pager import Pager
@@ -147,7 +147,8 @@ def _build(
     window = 0 if backend.on_card or not all(spec.windows) else max(spec.windows, default=0)  # a card has no bounds
     limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput, window=window)
     frequencies = rope.frequencies(spec, context)
-    root = root_key(_namespace(manifest, layout, frequencies, backend))
+    stored = stored_layout(config, layout, manifest.name)
+    root = root_key(_namespace(manifest, layout, stored, frequencies, backend))
 
     closing_last = resources.enter_context(contextlib.ExitStack())  # the store: the mover's jobs end before it
     loops: list[StepLoop] = []  # the mover comes before the loop it wakes
@@ -158,12 +159,12 @@ def _build(
     )
     resources.callback(weights.close)
     hooks.progress("store", 0, 1)
-    store, store_notes = _open_store(config, layout, root)
+    store, store_notes = open_store(config, layout, stored, root)
     notes += store_notes
     if store is not None:
         closing_last.callback(store.close)
-    stored = store.capacity_slots if store is not None else 0
-    capacity_tokens = (slots + host_slots + stored) * layout.page_tokens
+    on_disk = store.capacity_slots if store is not None else 0
+    capacity_tokens = (slots + host_slots + on_disk) * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
     device, host = _arenas(slots, host_slots, layout, backend)
@@ -187,6 +188,7 @@ def _build(
         mover=mover,
         clock=clock,
         events=lambda kind, data: hooks.emit([Event(0, kind, data)]),
+        stored_record_bytes=stored.record_bytes,
     )
     resources.callback(pager.close)
     hooks.progress("store", 1, 1)
@@ -331,13 +333,17 @@ def _runner(
     )  # fmt: skip
 
 
-def _namespace(manifest: Manifest, layout: PageLayout, frequencies: rope.Frequencies, backend: Backend) -> str:
+def _namespace(
+    manifest: Manifest, layout: PageLayout, stored: PageLayout, frequencies: rope.Frequencies, backend: Backend
+) -> str:
     """Everything that makes pages comparable. Content of weights, tokenizer and template are in the model's digest.
 
-    Two backends round differently: a sequence that began on one would not go on as it began.
+    Two backends round differently: a sequence that began on one would not go on as it began. Nor would one whose pages
+    come back from the store as others.
     """
     where = " card" if backend.on_card else ""
-    return f"tierd {KV_VERSION} {manifest.digest} {layout.describe()} {frequencies.describe()}{where}"
+    kept = "" if stored == layout else f" stored {stored.format}"
+    return f"tierd {KV_VERSION} {manifest.digest} {layout.describe()} {frequencies.describe()}{where}{kept}"
 
 
 def _special(manifest: Manifest, vocabulary: Vocabulary) -> dict[str, str]:
@@ -345,22 +351,3 @@ def _special(manifest: Manifest, vocabulary: Vocabulary) -> dict[str, str]:
     named = {"bos_token": manifest.bos_id, "eos_token": manifest.eos_ids[0] if manifest.eos_ids else None}
     texts = {name: vocabulary.token_text(token) for name, token in named.items() if token is not None}
     return {name: text for name, text in texts.items() if text is not None}
-
-
-def _open_store(config: EngineConfig, layout: PageLayout, root: bytes) -> tuple[Store | None, list[str]]:
-    """The NVMe tier, or None and why: serving goes on without it."""
-    if config.nvme_bytes < layout.record_bytes:
-        return None, [f"the disk tier is off: {config.nvme_off_reason}"] if config.nvme_off_reason else []
-    try:
-        store = Store.open(
-            Path(config.cache_dir) / root.hex(),
-            record_bytes=layout.record_bytes,
-            namespace=root,
-            capacity_bytes=config.nvme_bytes,
-            min_free_bytes=config.nvme_min_free_bytes,
-            sections=layout.num_layers,
-            section_bytes=layout.layer_bytes,
-        )
-    except StoreError as exc:
-        return None, [f"the disk tier is off: {exc}"]
-    return store, list(store.notes)

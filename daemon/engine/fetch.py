@@ -51,11 +51,11 @@ def is_joining(requests: Collection[Request], now_s: float) -> bool:
 
 def progress(pager: Pager, request: Request, lease: Lease, now_s: float) -> Progress:
     """How far the loads of a request are, and what computing would cost."""
-    size, record_bytes, absent = pager.page_tokens, pager.device.record_bytes, len(lease.absent)
+    size, stored_bytes, absent = pager.page_tokens, pager.residency.stored_bytes, len(lease.absent)
     cost = pager.residency.cost
     return Progress(
-        absent_bytes=absent * record_bytes,
-        arrived_bytes=max(request.fetched_pages - absent, 0) * record_bytes,
+        absent_bytes=absent * stored_bytes,
+        arrived_bytes=max(request.fetched_pages - absent, 0) * stored_bytes,
         elapsed_s=now_s - request.fetched_s,
         link_bytes_per_s=pager.mover.statistics()[Link.DISK_READ].bytes_per_s,
         compute_s=sum(cost.seconds(size, place * size) for place in lease.absent),

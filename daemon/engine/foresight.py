@@ -145,7 +145,8 @@ class Foresight:
     def _make(self, streams: int, tokens: int, sizes: Sizes) -> _Planned | None:
         config = self._config
         limits = scenario.Limits(
-            config.kv_format, config.max_batch_rows, max(config.max_streams, streams), self._threads, self._context
+            config.kv_format, config.max_batch_rows, max(config.max_streams, streams), self._threads, self._context,
+            config.store_format,
         )
         load = scenario.Load(max(tokens - 1, 1), 1, streams)
         computer = probe_machine(Path(config.cache_dir).parent)

@@ -40,7 +40,7 @@ class TreeWalk:
 
     def __init__(self, pager: Pager, prefixes: Prefixes, disk: DiskSketch) -> None:
         self._runs = prefixes.runs()
-        self._record_bytes = pager.device.record_bytes
+        self._record_bytes, self._stored_bytes = pager.device.record_bytes, pager.residency.stored_bytes
         self._page_tokens = pager.page_tokens
         self._head_pages = -(-PREVIEW_TOKENS // pager.page_tokens)
         self._rows: list[Row] = []
@@ -91,7 +91,7 @@ class TreeWalk:
             last.hits,
             len(found[0]) * self._record_bytes,
             len(found[1]) * self._record_bytes,
-            sum([node.durable for node in nodes]) * self._record_bytes,
+            sum([node.durable for node in nodes]) * self._stored_bytes,
             last.last_use_s,
             last.kept,
             head[: PREVIEW_TOKENS * TOKEN_BYTES],

@@ -350,7 +350,8 @@ class TopBoard:
         budget = weights.budget_bytes
         sizes = Sizes(
             pager.device.slots * record_bytes, pager.host.slots * record_bytes,
-            pager.residency.store_slots * record_bytes, 0, weights.total_bytes if budget is None else budget,
+            pager.residency.store_slots * pager.residency.stored_bytes, 0,
+            weights.total_bytes if budget is None else budget,
         )  # fmt: skip
         return foresight.watch(self._streams), sizes, weights.memory_bytes
 

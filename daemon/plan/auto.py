@@ -50,7 +50,8 @@ def choose_sizes(
     tokens = settings.ctx or context
     pages_bytes = -(-tokens // layout.page_tokens) * layout.record_bytes
     workspace = engine_bytes(
-        spec, kv_format=settings.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
+        spec, kv_format=settings.kv_format, store_format=settings.store_format,
+        device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=tokens, max_batch=settings.max_batch, max_streams=settings.max_streams,
         threads=threads,
     ).workspace  # fmt: skip

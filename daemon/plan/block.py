@@ -89,7 +89,8 @@ def _block(
     context = settings.ctx or subject.context
     sizes = _sizes(subject, extent, settings, computer, streams)
     bytes_of = engine_bytes(
-        spec, kv_format=settings.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
+        spec, kv_format=settings.kv_format, store_format=settings.store_format,
+        device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=context, max_batch=rows, max_streams=streams, threads=threads,
     )  # fmt: skip
     usable = min(computer.available_ram, computer.total_ram)
@@ -98,7 +99,7 @@ def _block(
         return None
     if settings.weights_mem is None:
         sizes = sizes._replace(weights_bytes=room)
-    limits = Limits(settings.kv_format, rows, streams, threads, context)
+    limits = Limits(settings.kv_format, rows, streams, threads, context, settings.store_format)
     load = Load(max(extent.prompt_tokens, 1), max(extent.answer_tokens, 1), streams)
     try:
         task = cpu_task(subject, load, sizes, computer, measured, limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tierd.daemon.engine_config import SAME
 from tierd.daemon.machine import Machine as Computer
 from tierd.daemon.machine import Sizes
 from tierd.daemon.models.placement import place
@@ -35,6 +36,7 @@ class Limits(NamedTuple):
     max_streams: int
     threads: int
     context: int
+    store_format: str = SAME
 
 
 def cpu_task(
@@ -89,7 +91,8 @@ def engine_of(subject: Subject, sizes: Sizes, limits: Limits) -> EngineBytes | N
     if subject.shape.spec is None:
         return None
     return engine_bytes(
-        subject.shape.spec, kv_format=limits.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
+        subject.shape.spec, kv_format=limits.kv_format, store_format=limits.store_format,
+        device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=limits.context, max_batch=limits.max_batch,
         max_streams=limits.max_streams, threads=limits.threads,
     )  # fmt: skip

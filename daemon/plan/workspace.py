@@ -5,9 +5,11 @@ The formulas are those of `daemon.engine.assemble` and `kernels.cpu.step`; a tes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
+from tierd.daemon.engine_config import SAME
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels.layout import PageLayout
 
@@ -55,14 +57,15 @@ class EngineBytes(NamedTuple):
 
 def engine_bytes(
     spec: ModelSpec, *, kv_format: str, device_bytes: int, host_bytes: int, nvme_bytes: int, context: int,
-    max_batch: int, max_streams: int, threads: int,
+    max_batch: int, max_streams: int, threads: int, store_format: str = SAME,
 ) -> EngineBytes:  # fmt: skip
     """The bytes of an engine with these settings. `context` 0: the model's own."""
     layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, kv_format)
     page = layout.record_bytes
     device_slots, host_slots = device_bytes // page, host_bytes // page
-    slot = slot_bytes(layout)
-    store_slots = nvme_bytes // slot if nvme_bytes >= page else 0
+    stored = layout if store_format == SAME else dataclasses.replace(layout, format=store_format)
+    slot = slot_bytes(stored)
+    store_slots = nvme_bytes // slot if nvme_bytes >= stored.record_bytes else 0
     capacity_tokens = (device_slots + host_slots + store_slots) * layout.page_tokens
     positions = min(context or spec.context, capacity_tokens)
     max_rows = max(max_batch, max_streams + MIN_PREFILL_ROWS)

@@ -22,7 +22,7 @@ from tierd.daemon.config import (
 from tierd.daemon.engine_config import EngineConfig, engine_config
 from tierd.daemon.errors import BadConfig
 from tierd.daemon.machine import Machine
-from tierd.kernels.layout import PAGE_FORMATS
+from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 
 GB = 10**9
 
@@ -80,7 +80,7 @@ def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Pat
         "weights_mem": "3GB", "host_weights_mem": "4GB", "card": "off",
             "speculate": "off", "kv_mode": "window=64", "draft": "smollm2:135m",
         "nvme_min_free": "auto", "nvme_daily_writes": "50GB", "yield_device_mem": "2GB",
-        "threads": "3", "kv_format": "bf16", "ctx": "4096", "max_batch": "64",
+        "threads": "3", "kv_format": "bf16", "store_format": "k8v8", "ctx": "4096", "max_batch": "64",
         "max_streams": "4", "max_queue": "5", "keep_alive": "never", "log_level": "debug", "log_format": "json",
         "offline": "true", "default_model": "x", "keys_file": str(tmp_path / "k.json"),
         "batches_dir": str(tmp_path / "b"),
@@ -279,3 +279,16 @@ def test_a_file_that_is_no_toml_is_one_fault(tmp_path: Path) -> None:
 def test_a_flag_that_is_wrong_is_never_passed_over(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="--threads"):
         load_anyway({"threads": "many"}, {})
+
+
+@pytest.mark.parametrize("kv_format", PAGE_FORMATS)
+def test_the_disk_can_only_hold_what_is_packed_more(env: dict[str, str], kv_format: str) -> None:
+    sizes = {name: PageLayout(30, 3, 64, name).record_bytes for name in PAGE_FORMATS}
+    for store_format in PAGE_FORMATS:
+        flags = {"kv_format": kv_format, "store_format": store_format}
+        if store_format == "fp32" or sizes[store_format] >= sizes[kv_format]:
+            with pytest.raises(BadConfig, match="store.format"):
+                load(flags, env)
+        else:
+            assert load(flags, env).settings.page_formats == f"{kv_format} stored {store_format}"
+    assert load({"kv_format": kv_format}, env).settings.page_formats == kv_format

@@ -113,7 +113,7 @@ def read_whole(store: Store, page: PageKey) -> bytes | None:
 
 def read_sections(store: Store, page: PageKey) -> bytes | None:
     """The sections, each read alone, and the rest of the record as a whole read says, for sections don't cover it."""
-    rest, dest = read_whole(store, page), aligned_block(store.section_span_bytes)
+    rest, dest = read_whole(store, page), aligned_block(store.span_bytes(1))
     pieces = []
     try:
         located = store.locate(page)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierd.daemon.broadcast import Broadcast
-from tierd.daemon.config import ENGINE_CONFIG_VARIABLE
+from tierd.daemon.engine_config import ENGINE_CONFIG_VARIABLE
 from tierd.daemon.errors import LOGS_HINT, EngineFailed, TierdError, TimedOut, from_wire
 from tierd.daemon.inbox import Inbox
 from tierd.daemon.protocol import (

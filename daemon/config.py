@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from tierd.daemon.config_file import read_file
 from tierd.daemon.config_values import (
     boolean,
@@ -26,6 +24,7 @@ from tierd.daemon.config_values import (
     context_tokens,
     count,
     duration_s,
+    exact_tokens,
     existing_or_new_dir,
     host_names,
     listen_address,
@@ -42,6 +41,7 @@ from tierd.daemon.config_values import (
     web_origins,
 )
 from tierd.daemon.errors import BadConfig, suggest
+from tierd.daemon.kv_mode import KvMode
 from tierd.daemon.machine import Machine, Sizes, auto_sizes, auto_weights
 from tierd.daemon.paths import (
     batches_dir,
@@ -118,6 +118,17 @@ class Settings:
     )
     kv_mode: str = field(
         default="", metadata=_setting("of a context: all (empty), window=N, sinks=S,window=W or select=K", memory_mode)
+    )
+    kv_exact_first: int = field(
+        default=0, metadata=_setting("first tokens that are kept exact, too, where pages are packed", exact_tokens)
+    )
+    kv_exact_last: int = field(
+        default=0,
+        metadata=_setting(
+            "newest tokens that are kept exact, too, where pages are packed: those of a token's own block of so many; "
+            "0: off",
+            exact_tokens,
+        ),
     )
     ctx: int = field(
         default=0, metadata=_setting("longest context in tokens, 0: what the model was trained for", context_tokens)
@@ -317,6 +328,25 @@ def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
             param="listen",
         )
     check_socket_path(settings.socket)
+    _check_ladder(settings, origins)
+
+
+_EXACT_FORMATS = ("fp32", "fp16", "bf16")
+
+
+def _check_ladder(settings: Settings, origins: Mapping[str, str]) -> None:
+    first, last = settings.kv_exact_first, settings.kv_exact_last
+    what, hint = "", ""
+    if first and not last:
+        what, hint = f"kv_exact_first = {first} ({origins['kv_exact_first']}) needs kv_exact_last", "for example 128"
+    elif last and settings.kv_format in _EXACT_FORMATS:
+        what = f"kv_exact_last = {last} ({origins['kv_exact_last']}): pages of {settings.kv_format} are exact anyway"
+        hint = "leave it out, or choose a packed kv_format: k8v8, k8v4, k4v8, k4v4 or fp8"
+    elif last and settings.kv_mode:
+        what = f"kv_exact_last = {last} ({origins['kv_exact_last']}) excludes kv_mode = {settings.kv_mode}"
+        hint = "leave one of them out; requests may name the other as their kv_mode"
+    if what:
+        raise BadConfig(what, hint=hint, param="kv_exact_last")
 
 
 def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
@@ -330,70 +360,13 @@ def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
     return sizes
 
 
+def default_mode(settings: Settings) -> str:
+    """The memory mode of requests that name none."""
+    if not settings.kv_exact_last:
+        return settings.kv_mode
+    return str(KvMode(exact_first=settings.kv_exact_first, exact_last=settings.kv_exact_last))
+
+
 def kv_root(settings: Settings) -> Path:
     """Where the page stores lie, one directory a namespace."""
     return settings.cache_dir / "kv"
-
-
-ENGINE_CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"  # how an `EngineConfig` gets to its process
-
-
-class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that an engine process is told, as JSON. Sizes in bytes, paths absolute."""
-
-    model_dir: str
-    cache_dir: str  # the root of the page stores: one directory a namespace below it
-    device_bytes: int
-    host_bytes: int
-    nvme_bytes: int
-    nvme_min_free_bytes: int
-    threads: int  # 0: every core
-    kv_format: str
-    context: int  # 0: what the model was trained for
-    max_batch_rows: int = 512
-    max_streams: int = 16
-    throughput: bool = False  # nobody looks on: prompts take whole steps
-    max_requests: int = 1024  # running and waiting
-    nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
-    weights_bytes: int | None = None  # in memory; None: all of them
-    speculate: str = "auto"  # on, off
-    draft_dir: str = ""  # of the draft model; empty: none
-    draft_off_reason: str = ""  # why there is none although one was asked for
-    nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
-    log_level: str = "info"
-
-
-def _why_no_disk(settings: Settings, sizes: Sizes) -> str:
-    if settings.nvme_mem is not None or sizes.nvme_bytes:
-        return ""
-    return (
-        f"the disk of {kv_root(settings)} has too little free space (it takes a tenth of what is free); choose another "
-        "--cache-dir, or say with --nvme-mem how much it may take"
-    )
-
-
-def engine_config(
-    settings: Settings, sizes: Sizes, model_dir: Path, draft_dir: Path | None = None, draft_off_reason: str = ""
-) -> EngineConfig:
-    """The config of an engine for one model. `draft_dir`: where its draft model lies."""
-    return EngineConfig(
-        model_dir=str(model_dir),
-        cache_dir=str(kv_root(settings)),
-        device_bytes=sizes.device_bytes,
-        host_bytes=sizes.host_bytes,
-        nvme_bytes=sizes.nvme_bytes,
-        nvme_min_free_bytes=sizes.nvme_min_free_bytes,
-        threads=settings.threads,
-        kv_format=settings.kv_format,
-        context=settings.ctx,
-        max_batch_rows=settings.max_batch,
-        max_streams=settings.max_streams,
-        max_requests=settings.max_streams + settings.max_queue,
-        nvme_daily_writes_bytes=settings.nvme_daily_writes,
-        weights_bytes=sizes.weights_bytes,
-        speculate=settings.speculate,
-        draft_dir="" if draft_dir is None else str(draft_dir),
-        draft_off_reason=draft_off_reason,
-        nvme_off_reason=_why_no_disk(settings, sizes),
-        log_level=settings.log_level,
-    )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tierd.daemon.errors import BadRequest
+from tierd.daemon.kv_mode import MAX_LADDER_TOKENS, up_to_step
 from tierd.daemon.kv_mode import parse as parse_mode
 
 MIN_CONTEXT_TOKENS = 16
@@ -86,6 +87,11 @@ def memory_mode(value: object) -> str:
         return str(parse_mode(value) or "")
     except BadRequest as exc:
         raise ValueError(f"a mode such as window=4096, sinks=4,window=2048 or select=64 ({exc.message})") from None
+
+
+def exact_tokens(value: object) -> int:
+    """Tokens that stay exact, up to whole steps of attention; 0: none."""
+    return up_to_step(count(0, MAX_LADDER_TOKENS)(value))
 
 
 def context_tokens(value: object) -> int:

@@ -1,10 +1,13 @@
-"""Bounded memory modes: what a request may give up of its context, so that its pages stay few. Pure, no arrays.
+"""Memory modes: what a request may give up of its context, or keep exact of it. Pure, no arrays.
 
 `exact` keeps all. `window=N`: a token sees itself and the N - 1 before it. `sinks=S,window=W` (StreamingLLM, arXiv
 2309.17453): it sees the first S tokens, too, as if everything between them and the window had never been; then there
 is no end to the text. `select=K` (Quest, arXiv 2406.10774): all is kept, and a token of the answer reads in each layer
 only the K pages that its query may weigh most. What a mode has not changed yet is exact: the first `exact_tokens` of a
 sequence, and with `select` its prompt, are those of any other request, and their pages are shared.
+
+`exact_first=F,exact_last=L` is for a daemon whose pages are packed: a token sees the first F tokens and those of its
+own block of L as they are, and the others packed.
 """
 
 from __future__ import annotations
@@ -23,19 +26,27 @@ MIN_SELECTED = 4  # pages: the first, the newest two, and one that is chosen
 MAX_SELECTED = 1 << 20
 MAX_TOKENS = 1 << 24
 MAX_CHARS = 64
+LADDER_STEP = 32  # as in `kernels.rows`
+MAX_LADDER_TOKENS = 1 << 16
 _HINT = f"window=N or sinks=S,window=W, in tokens; select=K, in pages; or {EXACT!r} for the whole context"
+_NAMES = ("window", "sinks", "select", "exact_first", "exact_last")
 
 
 @dataclass(frozen=True, slots=True)
 class KvMode:
     """What rows of a sequence see: `window` tokens up to their own, and the first `sinks` of all; or, in each layer,
-    the `read` tokens of the pages that they choose."""
+    the `read` tokens of the pages that they choose. Or all, of which `exact_first` and a block of `exact_last` are
+    exact where pages are packed."""
 
     window: int = 0
     sinks: int = 0
     read: int = 0
+    exact_first: int = 0
+    exact_last: int = 0
 
     def __str__(self) -> str:
+        if self.exact_last:
+            return f"exact_first={self.exact_first},exact_last={self.exact_last}"
         if self.selects:
             return f"select={self.read // PAGE_TOKENS}"
         return f"sinks={self.sinks},window={self.window}" if self.sinks else f"window={self.window}"
@@ -82,13 +93,15 @@ def parse(text: str) -> KvMode | None:
     given: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
-        if name not in ("window", "sinks", "select"):
-            raise _bad(f"knows no {name!r}", suggest(name, ["window", "sinks", "select", EXACT]) or _HINT)
+        if name not in _NAMES:
+            raise _bad(f"knows no {name!r}", suggest(name, [*_NAMES, EXACT]) or _HINT)
         if name in given:
             raise _bad(f"says {name} twice")
         if not equals or not re.fullmatch(r"[0-9]{1,9}", number):
             raise _bad(f"needs a number of {'pages' if name == 'select' else 'tokens'} after {name}=, not {number!r}")
         given[name] = int(number)
+    if "exact_first" in given or "exact_last" in given:
+        return _ladder(given)
     if "select" in given:
         return _select(given)
     if "window" not in given:
@@ -108,6 +121,20 @@ def _select(given: dict[str, int]) -> KvMode:
     if not MIN_SELECTED <= pages <= MAX_SELECTED:
         raise _bad(f"needs {MIN_SELECTED} to {MAX_SELECTED} pages of {PAGE_TOKENS} tokens, not {pages}")
     return KvMode(read=pages * PAGE_TOKENS)
+
+
+def _ladder(given: dict[str, int]) -> KvMode:
+    first, last = given.pop("exact_first", 0), given.pop("exact_last", 0)
+    if given:
+        raise _bad(f"takes exact_first and exact_last alone, without {' and '.join(given)}: they keep all of a context")
+    if not 1 <= last <= MAX_LADDER_TOKENS or first > MAX_LADDER_TOKENS:
+        raise _bad(f"needs an exact_last of 1 to {MAX_LADDER_TOKENS} tokens, and an exact_first of 0 to as many")
+    return KvMode(exact_first=up_to_step(first), exact_last=up_to_step(last))
+
+
+def up_to_step(tokens: int) -> int:
+    """Up to what attention reads at a time."""
+    return -(-tokens // LADDER_STEP) * LADDER_STEP
 
 
 def _bad(what: str, hint: str = _HINT) -> BadRequest:

@@ -14,7 +14,8 @@ import msgspec
 
 from tierd.daemon import kv_quota, room
 from tierd.daemon.child import EngineProcess, EngineState
-from tierd.daemon.config import EngineConfig, Settings, engine_config, kv_root, resolve_sizes
+from tierd.daemon.config import Settings, kv_root, resolve_sizes
+from tierd.daemon.engine_config import EngineConfig, engine_config
 from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError
 from tierd.daemon.machine import Machine, Sizes, probe_machine
 from tierd.daemon.models.catalog import load_manifest
@@ -373,5 +374,6 @@ class Preparer:
             manifest.spec, kv_format=settings.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
             nvme_bytes=sizes.nvme_bytes, context=settings.ctx or manifest.context, max_batch=settings.max_batch,
             max_streams=settings.max_streams, threads=threads,
+            ladder=(settings.kv_exact_first, settings.kv_exact_last),
         ).workspace  # fmt: skip
         return _Need(sizes, manifest.bytes, workspace + draft.total_bytes, draft, manifest.format, why)

@@ -6,7 +6,6 @@ Imports the kernels, so it is itself imported only after the worker has set wher
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine import draft
+from tierd.daemon.engine.arenas import Copies, arenas, check_memory, ladders
 from tierd.daemon.engine.backend import Backend, OwnDecoder, choose
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.embed import Pooling
@@ -37,19 +36,19 @@ from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.top import Beside, TopBoard
 from tierd.daemon.engine.turns import FILE_NAME as TURNS_NAME
 from tierd.daemon.engine.turns import Turns
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, ModelInvalid
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.protocol import Event
-from tierd.daemon.units import human_bytes
 from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Ladder
 from tierd.tiers import budget, upkeep
 from tierd.tiers.arena import Arena
-from tierd.tiers.blocks import Block
 from tierd.tiers.errors import StoreError
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
@@ -112,7 +111,7 @@ def build(
         manifest = load_manifest(directory)
     except ModelFileError as exc:
         raise ModelInvalid(f"model {directory.name!r} is broken: {exc}") from exc
-    _check_memory(config, manifest, total_memory_bytes())
+    check_memory(config, manifest, total_memory_bytes())
     hooks.progress("kernels", 0, 1)
     resources = contextlib.ExitStack()
     notes: list[str] = []
@@ -162,13 +161,14 @@ def _build(
     capacity_tokens = capacity * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
-    device, host = _arenas(slots, host_slots, layout, backend)
+    device, host = arenas(slots, host_slots, layout, backend)
+    exact = ladders(config, layout, limits, backend)
     decoder = _decoder(backend, weights, layout, (cos, sin), frequencies, limits.max_rows, hooks)
     resources.callback(decoder.close)
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = _facts(manifest, context, capacity_tokens, not backend.on_card)
+    facts = _facts(manifest, context, capacity_tokens, not backend.on_card, exact and exact.ladders.most)
     remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
@@ -186,11 +186,12 @@ def _build(
     )
     resources.callback(pager.close)
     hooks.progress("store", 1, 1)
-    runner = _runner(decoder, layout, (device, host), weights, store, mover, backend)
+    runner = _runner(decoder, layout, (device, host), weights, store, mover, backend, exact)
     upkeep.warm(pager)
     prefixes = _keep_rules(config, pager, root)
     guesses = _guesses(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
-    streams = Streams(pager, runner, limits, clock, prefixes, Speculator(Speculate(config.speculate), guesses))
+    speculator = Speculator(Speculate(config.speculate), guesses)
+    streams = Streams(pager, runner, limits, clock, prefixes, speculator, exact and exact.ladders)
     board = StatusBoard(manifest.name, context, streams, pager, clock, weights.statistics)
     loop = StepLoop(
         streams, pager, emit=hooks.emit, published=board.publish, died=hooks.died, clock=clock,
@@ -206,7 +207,9 @@ def _build(
     )  # fmt: skip
 
 
-def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool) -> Facts:
+def _facts(
+    manifest: Manifest, context: int, capacity_tokens: int, bounded: bool, ladder: Ladder | None
+) -> Facts:
     """What requests are checked against."""
     return Facts(
         vocab=manifest.spec.vocab,
@@ -217,6 +220,7 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool
         add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
         bounded=bounded,
+        ladder=ladder,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 
@@ -276,24 +280,6 @@ def _layout(config: EngineConfig, manifest: Manifest) -> PageLayout:
         raise BadConfig(f"{manifest.name}: {exc}", hint="give --kv-format fp16", param="kv_format") from exc
 
 
-def _check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> None:
-    """All of it lies in RAM. Asking for more than there is would map, and be killed when the pages fill."""
-    weights_bytes = min(config.weights_bytes or 0, manifest.bytes)  # those that nobody bounds may leave it any time
-    sizes = {"device_mem": config.device_bytes, "host_mem": config.host_bytes} | (
-        {"weights_mem": weights_bytes} if weights_bytes else {}
-    )
-    if sum(sizes.values()) <= total_bytes:
-        return
-    alone = [name for name, size in sizes.items() if size > total_bytes]
-    blamed = alone or list(sizes)
-    asked = " and ".join(f"{name} of {human_bytes(sizes[name])}" for name in blamed)
-    raise BadConfig(
-        f"{asked} {'is' if len(blamed) == 1 else 'are'} more than this machine's memory of {human_bytes(total_bytes)}",
-        hint=f"give less with {' and '.join(_flag(name) for name in blamed)}, or auto",
-        param=blamed[0],
-    )
-
-
 def _decoder(
     backend: Backend, weights: ModelWeights, layout: PageLayout, tables: tuple[Vector, Vector],
     frequencies: rope.Frequencies, max_rows: int, hooks: Hooks,
@@ -309,37 +295,6 @@ def _decoder(
         raise BadConfig(f"{backend.name} can't run this: {exc}") from exc
 
 
-def _arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) -> tuple[Arena, Arena]:
-    """The arenas of device and host."""
-    record_bytes = layout.record_bytes
-    device = _arena("device", slots, layout, backend.device_block)
-    return device, _arena(
-        "host", host_slots, layout, lambda size, most: backend.host_block(size, most, record_bytes)
-    )
-
-
-def _arena(name: str, slots: int, layout: PageLayout, make_block: Callable[[int, int], Block]) -> Arena:
-    """The arena of a tier, with address space to grow. Raises BadConfig if the system has no memory for it."""
-    size_bytes = slots * layout.record_bytes
-    most = max(slots, total_memory_bytes() // layout.record_bytes)
-    try:
-        return Arena(name, slots, layout.record_bytes, max_slots=most, make_block=make_block)
-    except OSError as exc:
-        if exc.errno != errno.ENOMEM:
-            raise
-        setting = f"{name}_mem"
-        raise BadConfig(
-            f"the system refuses {human_bytes(size_bytes)} of memory for {setting}; this machine has "
-            f"{human_bytes(total_memory_bytes())}",
-            hint=f"give less with {_flag(setting)}, or auto; a limit (ulimit -v) may be lower",
-            param=setting,
-        ) from exc
-
-
-def _flag(setting: str) -> str:
-    return "--" + setting.replace("_", "-")
-
-
 def _context(wanted: int, manifest: Manifest) -> int:
     longest = max(rope.max_context(manifest.spec), manifest.context)
     if wanted > longest:
@@ -350,10 +305,11 @@ def _context(wanted: int, manifest: Manifest) -> int:
 
 
 def _runner(
-    decoder: OwnDecoder, layout: PageLayout, arenas: tuple[Arena, Arena], weights: ModelWeights, store: Store | None,
-    mover: Mover, backend: Backend,
+    decoder: OwnDecoder, layout: PageLayout, arenas: tuple[Arena, ...], weights: ModelWeights, store: Store | None,
+    mover: Mover, backend: Backend, exact: Copies | None,
 ) -> Runner:  # fmt: skip
     """The decoder with what its pages lie in, and with who reads those in the store."""
+    arenas = (*arenas, exact.nowhere) if exact is not None else arenas
     staging = picker = None
     if store is not None:
         staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
@@ -361,6 +317,7 @@ def _runner(
     shape = weights.shape
     return Runner(
         decoder, layout, [arena.memory for arena in arenas], staging, weights=weights, picker=picker,
+        copies=exact and exact.ladders.pages.arena.array,
         selections=lambda: Selection(PageBounds(layout, shape.heads), shape.windows),
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ class Rows:
     pages: Addresses
     sample: int  # logits are wanted of so many of the last rows
     bound: Bound = Bound()  # what the rows see; it also says which `pages` are given
+    exact: Addresses | None = None  # copies of the pages, 0 for one without (`kernels.cpu.batch.Exact`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Batch:
     page_offsets: Ints  # [S + 1]
     logit_rows: Ints  # [L]
     bounds: Ints | None = None  # [S, 4], where somebody has one
+    exact: Addresses | None = None  # [P], where some page has an exact copy
 
 
 def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
@@ -72,4 +74,14 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
             dtype=np.int32,
         ),
         bounds=np.array(bounds, np.int32) if any(map(any, bounds)) else None,
+        exact=_exact(sequences, held),
+    )
+
+
+def _exact(sequences: Sequence[Rows], held: Sequence[int]) -> Addresses | None:
+    if all(rows.exact is None for rows in sequences):
+        return None
+    none = np.zeros(max(held), np.int64)
+    return np.concatenate(
+        [(none if rows.exact is None else rows.exact)[:count] for rows, count in zip(sequences, held, strict=True)]
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierd.daemon.engine import fetch
+from tierd.daemon.engine.ladder import Ladders
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.scheduler import Limits, pages_for
 from tierd.daemon.engine.selection import Lesson, Pick
@@ -63,9 +64,27 @@ def pages_of(
     return np.full(stop - first, table[-1]), wanted._replace(table=table)
 
 
-def commit(pager: Pager, request: Request, lease: Lease) -> None:
+def match(pager: Pager, request: Request, ladders: Ladders | None) -> Lease:
+    """Pins what is known of its tokens, exact copies included."""
+    again = request.private or request.times.admitted_s > 0.0 or request.resumed > 0
+    known = [] if request.private else request.findable
+    lease = pager.match(known, request.salt, again=again, tenant=request.tenant, quota_pages=request.quota_pages)
+    if ladders is not None and request.rungs is not None:
+        ladders.open(request.rungs, lease)
+    return lease
+
+
+def promise(request: Request, lease: Lease, ladders: Ladders | None) -> None:
+    """After `Request.covered`: of what was found, exact copies may have to be computed."""
+    if ladders is not None and request.rungs is not None:
+        request.promise(ladders.prepare(request.rungs, lease, request.computed))
+
+
+def commit(pager: Pager, request: Request, lease: Lease, ladders: Ladders | None = None) -> None:
     """Names the pages that others may use, and gives back those that no later row sees."""
     pager.commit(lease, request.exact)
+    if ladders is not None and request.rungs is not None:
+        ladders.settle(request.rungs, lease, request.computed)
     if (mode := request.mode) is not None and not mode.selects:
         size = pager.page_tokens
         pager.committer.let_go(lease, pages_for(mode.sinks, size), mode.first_seen(request.computed) // size)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.scheduler import Phase
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.machine import Sizes, probe_machine
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import DoesNotFit

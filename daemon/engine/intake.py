@@ -21,6 +21,7 @@ from tierd.daemon.engine.embed import EmbedArgs, Embedding, Pooling
 from tierd.daemon.engine.fill_in import fill_in
 from tierd.daemon.engine.guide import Guides
 from tierd.daemon.engine.guide_grammar import chosen, grammar_of
+from tierd.daemon.engine.ladder import Rungs, page_salt
 from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.request import Request, Times
 from tierd.daemon.engine.sampler import Params, Sampler, settle
@@ -31,6 +32,7 @@ from tierd.daemon.errors import BadRequest, ContextLengthExceeded, Unsupported
 from tierd.daemon.kv_mode import EXACT, KvMode
 from tierd.daemon.kv_mode import parse as parse_mode
 from tierd.daemon.protocol import Message, Sampling, Submit, Tool, ToolCall
+from tierd.kernels.rows import Ladder
 
 _NEVER = -1e9  # a bias that no logit outweighs
 
@@ -48,6 +50,7 @@ class Facts:
     sampling: Mapping[str, float]  # the model's own defaults
     pooling: Pooling = Pooling.MEAN  # what the model makes embeddings of
     bounded: bool = True  # whether what it is computed on has bounded memory modes
+    ladder: Ladder | None = None  # the longest that there is memory for
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.context, self.capacity_tokens) < 1:
@@ -119,7 +122,7 @@ class Intake:
             beams.check(submit)
         found = self._prompt(submit, salt)
         prompt = found.tokens
-        mode = self._mode(submit)
+        mode, ladder = self._mode(submit)
         limit = self._limit(submit.ctx, mode)
         if not prompt:
             raise BadRequest("the prompt is empty", hint="send at least one token", param="prompt")
@@ -140,7 +143,7 @@ class Intake:
             id=request_id,
             serial=next(self._serials),
             priority=submit.priority,
-            salt=salt,
+            salt=page_salt(salt, ladder),
             prompt_tokens=len(prompt),
             tokens=[*prompt, *submit.resume],
             max_total_tokens=min(wanted, limit),
@@ -154,6 +157,7 @@ class Intake:
             logprobs=None if submit.logprobs is None else Logprobs(self._vocabulary, submit.logprobs),
             beams=self._beams(submit),
             mode=mode,
+            rungs=None if ladder is None else Rungs(ladder),
             keep=self._keep(submit, found, salt),
             remember=None
             if submit.messages is None or submit.before
@@ -321,11 +325,13 @@ class Intake:
         ends = self.facts.end_ids | self._dialect.end_ids
         return ends | self._fim.end_ids if submit.suffix is not None and self._fim is not None else ends
 
-    def _mode(self, submit: Submit) -> KvMode | None:
-        """The bounded memory mode of a request. Raises BadRequest for one that cannot be."""
+    def _mode(self, submit: Submit) -> tuple[KvMode | None, Ladder | None]:
+        """The memory mode of a request, a bounded one or a ladder. Raises BadRequest for one that cannot be."""
         mode = parse_mode(submit.kv_mode or EXACT)
         if mode is None:
-            return None
+            return None, None
+        if mode.exact_last:
+            return None, self._ladder(submit, Ladder(mode.exact_first, mode.exact_last))
         if not self.facts.bounded:
             raise Unsupported(
                 f"kv_mode {mode} is not there on the card yet", hint='leave it out, or "exact"', param="kv_mode"
@@ -337,7 +343,21 @@ class Intake:
                 f"kv_mode {mode} sees {mode.exact_tokens} tokens, the model's context holds {self.facts.context}",
                 hint="choose a smaller window", param="kv_mode",
             )  # fmt: skip
-        return mode
+        return mode, None
+
+    def _ladder(self, submit: Submit, ladder: Ladder) -> Ladder:
+        if submit.beam_width:
+            raise Unsupported("beam search keeps no exact copies", hint="leave kv_mode out", param="kv_mode")
+        most = self.facts.ladder
+        if most is None or ladder.first > most.first or ladder.last > most.last:
+            held = "none" if most is None else f"the first {most.first} tokens and a block of {most.last}"
+            raise BadRequest(
+                f"kv_mode asks for the first {ladder.first} tokens and a block of {ladder.last} to be exact; there is "
+                f"memory for {held}",
+                hint=f"start it with --kv-exact-first {ladder.first} --kv-exact-last {ladder.last} and a packed "
+                "--kv-format, or ask for less", param="kv_mode",
+            )  # fmt: skip
+        return ladder
 
     def _limit(self, ctx: int | None, mode: KvMode | None = None) -> int:
         if ctx is not None and ctx > self.facts.context:

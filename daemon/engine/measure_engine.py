@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine import measure_decoder
 from tierd.daemon.engine.assemble import Engine, Hooks, build
 from tierd.daemon.engine.batch import Ints
 from tierd.daemon.engine.measure import Request
 from tierd.daemon.engine.model.load import load_weights
 from tierd.daemon.engine.runner import Logits, Memory
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import EngineFailed, ModelInvalid
 from tierd.daemon.models.catalog import Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError

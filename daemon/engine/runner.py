@@ -16,6 +16,7 @@ from tierd.daemon.engine.batch import Addresses, Batch, Ints
 from tierd.daemon.engine.selection import Choosing, Selection, Wanted
 from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Exact
 from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class StreamedDecoder(Decoder, Protocol):
         logit_rows: Ints,
         bounds: Ints | None = None,
         between: Callable[[], None] | None = None,
+        exact: Exact | None = None,
     ) -> Logits: ...
 
     def start(
@@ -90,6 +92,7 @@ class StreamedDecoder(Decoder, Protocol):
         logit_rows: Ints,
         rows: Rows | None = None,
         bounds: Ints | None = None,
+        exact: Exact | None = None,
     ) -> None: ...
 
     def layer(
@@ -141,6 +144,7 @@ class Runner:
         weights: those that are not in memory come from it; None when the decoder has all of them.
         selections: makes what a sequence needs whose rows choose their pages; None where there is no such thing.
         picker: reads pages that were chosen and are in no memory; None where there is no store.
+        copies: the memory that exact copies of pages lie in; None where there are none.
         overlap: False reads each layer when it is needed, and not ahead: slower, and the same bits.
         clock: that of the staging.
     """
@@ -155,6 +159,7 @@ class Runner:
         weights: ModelWeights | None = None,
         selections: Callable[[], Selection] | None = None,
         picker: Picker | None = None,
+        copies: Memory | None = None,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -165,6 +170,7 @@ class Runner:
         self.weights = weights
         self._selections = selections
         self._picker = picker
+        self._copies = copies
         self._overlap = overlap
         self._clock = clock
 
@@ -199,8 +205,11 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
+        own = cast("StreamedDecoder", self._decoder)
+        if batch.exact is not None and self._copies is not None:
+            return own.forward(*arguments, None, between, Exact(batch.exact, self._copies))
         if batch.bounds is not None:
-            return cast("StreamedDecoder", self._decoder).forward(*arguments, batch.bounds, between)
+            return own.forward(*arguments, batch.bounds, between)
         return self._decoder.forward(*arguments, between=between)
 
     def hidden(self, rows: Ints) -> Hidden:
@@ -254,8 +263,11 @@ class Runner:
     def _start(self, batch: Batch, rows: Rows | None = None) -> None:
         """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds."""
         arguments = (batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
-        if rows is not None or batch.bounds is not None:
-            cast("StreamedDecoder", self._decoder).start(*arguments, rows, batch.bounds)
+        own = cast("StreamedDecoder", self._decoder)
+        if batch.exact is not None and self._copies is not None:
+            own.start(*arguments, rows, None, Exact(batch.exact, self._copies))
+        elif rows is not None or batch.bounds is not None:
+            own.start(*arguments, rows, batch.bounds)
         else:
             self._decoder.start(*arguments)
 

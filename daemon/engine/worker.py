@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tierd.daemon.config import ENGINE_CONFIG_VARIABLE, EngineConfig
+from tierd.daemon.engine_config import ENGINE_CONFIG_VARIABLE, EngineConfig
 from tierd.daemon.errors import EngineFailed, InternalError, ProtocolError, TierdError, to_wire
 from tierd.daemon.protocol import Event
 from tierd.kernels.cpu.cache import cache_directory

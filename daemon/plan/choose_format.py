@@ -59,7 +59,10 @@ def choose_format(
     measured = rates.of_this_machine(settings.cache_dir, threads)
     subject = Subject("", "", shape, tuple(formats), context=context)
     sizes = choose_sizes(settings, computer, spec, formats[-1][1].total, context, threads).sizes
-    limits = Limits(settings.kv_format, settings.max_batch, settings.max_streams, threads, context)
+    limits = Limits(
+        settings.kv_format, settings.max_batch, settings.max_streams, threads, context,
+        (settings.kv_exact_first, settings.kv_exact_last),
+    )  # fmt: skip
     load = Load(tokens - tokens // 4, tokens // 4, 1)
     outcome = planner.plan(cpu_task(subject, load, sizes, computer, measured, limits))
     name = formats[-1][0] if outcome is None else outcome.format.weights

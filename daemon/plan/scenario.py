@@ -35,6 +35,7 @@ class Limits(NamedTuple):
     max_streams: int
     threads: int
     context: int
+    ladder: tuple[int, int] = (0, 0)  # `kv_exact_first`, `kv_exact_last`
 
 
 def cpu_task(
@@ -90,7 +91,7 @@ def engine_of(subject: Subject, sizes: Sizes, limits: Limits) -> EngineBytes | N
     return engine_bytes(
         subject.shape.spec, kv_format=limits.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=limits.context, max_batch=limits.max_batch,
-        max_streams=limits.max_streams, threads=limits.threads,
+        max_streams=limits.max_streams, threads=limits.threads, ladder=limits.ladder,
     )  # fmt: skip
 
 

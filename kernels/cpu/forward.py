@@ -60,6 +60,8 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("cut_rows", "num_cut_rows", "sums", "segments")]
     # of bounded rows: a record each, their queries for sinks, where sinks lie, angles beyond the tables; bounds 0: none
     + [(name, np.int64) for name in ("bounds", "sink_queries", "sink_offsets", "far_cos", "far_sin")]
+    # addresses of exact copies, one for each of `pages`, and 0 for a page without; 0: no page has one
+    + [("exact", np.int64)]
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
     # what to do of a layer; of mixtures: groups to compute, and the layer whose experts are guessed, 0 for none
     + [(name, np.int64) for name in ("steps", "first_group", "stop_group", "foreseen_layer")]

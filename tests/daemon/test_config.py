@@ -9,9 +9,7 @@ import msgspec
 import pytest
 
 from tierd.daemon.config import (
-    EngineConfig,
     Settings,
-    engine_config,
     is_loopback,
     load,
     load_anyway,
@@ -19,6 +17,7 @@ from tierd.daemon.config import (
     setting_docs,
     split_listen,
 )
+from tierd.daemon.engine_config import EngineConfig, engine_config
 from tierd.daemon.errors import BadConfig
 from tierd.daemon.machine import Machine
 from tierd.kernels.layout import PAGE_FORMATS

@@ -12,7 +12,7 @@ import pytest
 from front_harness import Front, Wire, make_settings, running, set_options, text, until
 
 from tierd.daemon import exclusive, server
-from tierd.daemon.config import EngineConfig
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.machine import Sizes
 from tierd.daemon.plan.block import Block, Extent
 from tierd.daemon.protocol import TERMINAL

@@ -9,7 +9,7 @@ import pytest
 from front_harness import SPEC, make_model, make_settings, running
 
 from tierd.daemon import kv_quota
-from tierd.daemon.config import EngineConfig
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import ModelNotFound
 from tierd.daemon.machine import Machine
 from tierd.daemon.plan.shape import shape_from_spec

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine.assemble import Engine, Hooks, build
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.protocol import TERMINAL, Event, Message, Sampling, Submit
 
 TIMEOUT_S = 90.0

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.daemon.engine.families import prepare, reference
-from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine.foresight import MAX_PLANS, Foresight, Seen
 from tierd.daemon.engine.scheduler import Phase
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.machine import Sizes
 from tierd.daemon.models.catalog import load_manifest
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from tests.daemon.engine.families import prepare, reference
-from tierd.daemon.config import EngineConfig
 from tierd.daemon.engine import assemble
 from tierd.daemon.engine.worker import _Worker
+from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.protocol import TERMINAL, Event, FrameDecoder, Request, encode, to_event
 
 pytestmark = pytest.mark.usefixtures("no_files_left")

@@ -47,7 +47,7 @@ def imports(path: Path) -> Iterator[str]:
 
 _BASE = frozenset({
     "protocol", "generation", "errors", "config", "config_file", "config_values", "kv_mode", "machine", "paths", "log",
-    "units",
+    "units", "engine_config",
 })  # fmt: skip
 
 

@@ -65,6 +65,10 @@ class Ladders:
         self._nowhere = nowhere
         self._size = page_tokens
 
+    def statistics(self) -> dict[str, int]:
+        """What the copies take, and what was computed for nothing but them since the start."""
+        return self.pages.statistics()._asdict() | {"made_up_rows": self.made_up_rows}
+
     def open(self, rungs: Rungs, lease: Lease) -> None:
         """Takes the copies of what a new lease has found, before others need their place."""
         rungs.tail = None

@@ -24,6 +24,8 @@ def test_the_whole_context(text: str) -> None:
         ("sinks=4,window=2048", KvMode(2048, 4)),
         ("window=2048, sinks=4", KvMode(2048, 4)),
         ("select=32", KvMode(read=512)),
+        ("exact_last=128", KvMode(exact_last=128)),
+        ("exact_first=4,exact_last=100", KvMode(exact_first=32, exact_last=128)),
     ],
 )
 def test_a_mode(text: str, mode: KvMode) -> None:
@@ -42,6 +44,10 @@ def test_a_mode(text: str, mode: KvMode) -> None:
         ("select=8,window=64", "takes select alone, without window"),
         ("sinks=4,window=64,select=8", "takes select alone, without sinks and window"),
         ("select=8,select=8", "says select twice"),
+        ("exact_first=4", "needs an exact_last of 1 to 65536 tokens"),
+        ("exact_last=0", "needs an exact_last of 1 to 65536 tokens"),
+        ("exact_last=65537", "needs an exact_last of 1 to 65536 tokens"),
+        ("exact_last=64,window=512", "takes exact_first and exact_last alone, without window"),
         ("sliding", "knows no 'sliding'"),
         ("Exact", "knows no 'Exact'"),
         ("window", "needs a number of tokens after window=, not ''"),

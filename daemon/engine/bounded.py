@@ -32,7 +32,8 @@ def bound_of(request: Request, start: int, page_tokens: int, window: int = 0) ->
 def unseen_pages(request: Request, tokens: int, limits: Limits) -> int:
     """So many first pages no row after `tokens` known ones sees: with their keys they stay known, but nothing has to
     bring them to memory."""
-    if not limits.window or request.mode is not None or request.private or request.beams is not None:
+    plain = request.mode is None and request.rungs is None and request.beams is None and not request.private
+    if not limits.window or not plain:
         return 0
     return bound_of(request, tokens, limits.page_tokens, limits.window).base // limits.page_tokens
 
@@ -88,6 +89,13 @@ def commit(pager: Pager, request: Request, lease: Lease, ladders: Ladders | None
     if (mode := request.mode) is not None and not mode.selects:
         size = pager.page_tokens
         pager.committer.let_go(lease, pages_for(mode.sinks, size), mode.first_seen(request.computed) // size)
+
+
+def release(pager: Pager, request: Request, lease: Lease, known: list[int], ladders: Ladders | None) -> None:
+    """Gives pages and exact copies back; those of `known` tokens stay known."""
+    if ladders is not None and request.rungs is not None:
+        ladders.close(request.rungs, lease, known)
+    pager.release(lease, known)
 
 
 def fits(pager: Pager, request: Request) -> bool:

@@ -396,6 +396,4 @@ class Streams:
         elif lease is not None:
             known = request.exact if request.phase is not Phase.FETCHING and not request.private else []
             request.computed = 0
-            if self.ladders is not None and request.rungs is not None:
-                self.ladders.close(request.rungs, lease, known)
-            self._pager.release(lease, known)
+            bounded.release(self._pager, request, lease, known, self.ladders)

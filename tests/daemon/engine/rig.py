@@ -14,6 +14,7 @@ from tierd.daemon.engine.ladder import Ladders
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine.selection import Selection
+from tierd.daemon.engine.speculate import Speculator
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.protocol import Event, Sampling, Submit
 from tierd.kernels.layout import PageLayout
@@ -68,6 +69,7 @@ class Rig:
     def __init__(
         self, slots: int = 64, *, host: int = 0, store: int = 0, max_streams: int = 4, max_rows: int = 16,
         context: int = 200, mover: ManualMover | None = None, selects: bool = True, ladder: Ladder | None = None,
+        speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.mover = mover or ManualMover(1)
@@ -101,7 +103,9 @@ class Rig:
             selections=(lambda: Selection(FakeBounds(), [0])) if selects else None,
             picker=self.picked, copies=None if self.ladders is None else self.ladders.pages.arena.array,
         )  # fmt: skip
-        self.streams = Streams(self.pager, runner, limits, self.clock, ladders=self.ladders)
+        self.streams = Streams(
+            self.pager, runner, limits, self.clock, speculator=speculator, ladders=self.ladders
+        )
         self.events: list[Event] = []
 
     def submit(self, number: int, tokens: list[int], max_tokens: int | None = 8, **more: Any) -> None:

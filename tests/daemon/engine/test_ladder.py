@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.counts import counted
 from tests.daemon.engine.fakes import PAGE, expected, expected_on
 from tests.daemon.engine.rig import Rig
 from tierd.daemon.engine.ladder import blocks, page_salt
+from tierd.daemon.engine.speculate import Draft, Speculator
 from tierd.daemon.errors import BadRequest
 from tierd.kernels.rows import Ladder
 from tierd.tiers.keys import salted_root
@@ -26,6 +28,23 @@ PROMPT = [place % 50 for place in range(77)]
 
 def ladder_rig(**more: Any) -> Rig:
     return Rig(**{"slots": 80, "context": 400, "ladder": MOST} | more)
+
+
+class Prophet(Speculator):
+    """Drafts what will be said, and now and then something else."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self.texts: list[list[int]] = []
+        self._chance = chance
+
+    def propose(self, draft: Draft, tokens: Sequence[int], most: int, streams: int) -> int:
+        known = list(tokens)
+        following = next((text[len(known) :] for text in self.texts if text[: len(known)] == known), [])
+        draft.tokens = draft.looked = [
+            token if self._chance.random() < 0.8 else 63 - token for token in following[: max(min(most, 9), 0)]
+        ]
+        return len(draft.tokens)
 
 
 def cached(rig: Rig, number: int) -> int:
@@ -117,6 +136,19 @@ def test_a_resumed_one_goes_on_where_it_was() -> None:
     assert rig.tokens(1) == said[21:]
 
 
+@pytest.mark.parametrize("seed", range(counted(20, 2)))
+def test_drafts_reach_over_the_end_of_a_block(seed: int) -> None:
+    prophet = Prophet(random.Random(seed))
+    rig = ladder_rig(speculator=prophet, max_rows=30)
+    wanted = {number: expected_on(LADDER, PROMPT[number:], 40) for number in range(1, 4)}
+    prophet.texts = [[*PROMPT[number:], *said] for number, said in wanted.items()]
+    for number in wanted:
+        rig.submit(number, PROMPT[number:], 40, kv_mode=MODE)
+    rig.run()
+    assert {number: rig.tokens(number) for number in wanted} == wanted
+    assert rig.streams.totals.right_drafts > 40
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -147,9 +179,10 @@ def test_blocks_of_some_tokens() -> None:
 def test_random_lives_under_ladders_leave_nothing_that_is_wrong(seed: int) -> None:
     """Ladders and none, of texts that begin alike, in little memory: pages spill, are lost, and come back."""
     chance = random.Random(seed)
+    prophet = Prophet(chance)
     rig = Rig(
         slots=chance.choice((40, 60)), host=chance.choice((0, 20)), store=chance.choice((0, 200)), max_streams=3,
-        max_rows=chance.choice((8, 40)), context=400, ladder=LADDER,
+        max_rows=chance.choice((8, 40)), context=400, ladder=LADDER, speculator=prophet,
     )  # fmt: skip
     wanted: dict[int, list[int]] = {}
     aborted: set[int] = set()
@@ -158,6 +191,7 @@ def test_random_lives_under_ladders_leave_nothing_that_is_wrong(seed: int) -> No
         ladder = chance.choice((LADDER, LADDER, Ladder(0, 32), None))
         count = chance.randint(1, 24)
         wanted[number] = expected(prompt, count) if ladder is None else expected_on(ladder, prompt, count)
+        prophet.texts += [[*prompt, *wanted[number]]] * chance.randint(0, 1)
         mode = "exact" if ladder is None else f"exact_first={ladder.first},exact_last={ladder.last}"
         rig.submit(number, prompt, count, kv_mode=mode, priority=chance.randint(0, 2))
         for _ in range(chance.randint(0, 9)):

@@ -52,7 +52,7 @@ _LIKE_A_MODEL = re.compile(r"[A-Za-z][\w.-]*\d[\w.-]*")
 @click.option("--seed", type=click.IntRange(-MAX_SEED, MAX_SEED), help="The same seed gives the same answer.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
 @click.option("--ctx", type=click.IntRange(1, MAX_TOKEN_ID), help="Context of this request in tokens.")
-@click.option("--kv-mode", help="What is kept of the context: window=N, sinks=S,window=W, select=K, or exact.")
+@click.option("--kv-mode", help="What is kept of the context: window=N, sinks=S,window=W, select=K, h2o=N, or exact.")
 @json_option
 @settings_options(without=("ctx", "kv_mode"))  # here these are those of the request
 def run(

@@ -117,7 +117,8 @@ class Settings:
         ),
     )
     kv_mode: str = field(
-        default="", metadata=_setting("of a context: all (empty), window=N, sinks=S,window=W or select=K", memory_mode)
+        default="",
+        metadata=_setting("of a context: all (empty), window=N, sinks=S,window=W, select=K or h2o=N", memory_mode),
     )
     kv_exact_first: int = field(
         default=0, metadata=_setting("first tokens that are kept exact, too, where pages are packed", exact_tokens)

@@ -82,11 +82,12 @@ def count(low: int, high: int) -> Callable[[object], int]:
 def memory_mode(value: object) -> str:
     """A bounded memory mode as a request would name it; empty for the whole context."""
     if not isinstance(value, str):
-        raise ValueError("a mode such as window=4096, sinks=4,window=2048, select=64 or exact")
+        raise ValueError("a mode such as window=4096, sinks=4,window=2048, select=64, h2o=1024 or exact")
     try:
         return str(parse_mode(value) or "")
     except BadRequest as exc:
-        raise ValueError(f"a mode such as window=4096, sinks=4,window=2048 or select=64 ({exc.message})") from None
+        modes = "window=4096, sinks=4,window=2048, select=64 or h2o=1024"
+        raise ValueError(f"a mode such as {modes} ({exc.message})") from None
 
 
 def exact_tokens(value: object) -> int:

@@ -3,8 +3,10 @@
 `exact` keeps all. `window=N`: a token sees itself and the N - 1 before it. `sinks=S,window=W` (StreamingLLM, arXiv
 2309.17453): it sees the first S tokens, too, as if everything between them and the window had never been; then there
 is no end to the text. `select=K` (Quest, arXiv 2406.10774): all is kept, and a token of the answer reads in each layer
-only the K pages that its query may weigh most. What a mode has not changed yet is exact: the first `exact_tokens` of a
-sequence, and with `select` its prompt, are those of any other request, and their pages are shared.
+only the K pages that its query may weigh most. `h2o=N` (H2O, arXiv 2306.14048): beyond the prompt those pages of N
+tokens are kept that rows have looked at most, and the newest. What a mode has not changed yet is exact: the first
+`exact_tokens` of a sequence, and with `select` and `h2o` its prompt, are those of any other request, and their pages
+are shared.
 
 `exact_first=F,exact_last=L` is for a daemon whose pages are packed: a token sees the first F tokens and those of its
 own block of L as they are, and the others packed.
@@ -13,34 +15,38 @@ own block of L as they are, and the others packed.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from tierd.daemon.errors import BadRequest, suggest
 
 EXACT = "exact"
 _OFF = ("", EXACT, "none")
+_NAMES = ("window", "sinks", "select", "h2o", "exact_first", "exact_last")
 BASE_TOKENS = 256  # as in `kernels.rows`
 PAGE_TOKENS = 16  # as in `kernels.layout`
 MIN_WINDOW_TOKENS = PAGE_TOKENS  # less would save nothing
 MIN_SELECTED = 4  # pages: the first, the newest two, and one that is chosen
 MAX_SELECTED = 1 << 20
+MIN_KEPT_TOKENS = 4 * PAGE_TOKENS  # as many, and for the same pages
 MAX_TOKENS = 1 << 24
 MAX_CHARS = 64
 LADDER_STEP = 32  # as in `kernels.rows`
 MAX_LADDER_TOKENS = 1 << 16
-_HINT = f"window=N or sinks=S,window=W, in tokens; select=K, in pages; or {EXACT!r} for the whole context"
-_NAMES = ("window", "sinks", "select", "exact_first", "exact_last")
+_HINT = f"window=N, sinks=S,window=W or h2o=N, in tokens; select=K, in pages; or {EXACT!r} for the whole context"
 
 
 @dataclass(frozen=True, slots=True)
 class KvMode:
     """What rows of a sequence see: `window` tokens up to their own, and the first `sinks` of all; or, in each layer,
-    the `read` tokens of the pages that they choose. Or all, of which `exact_first` and a block of `exact_last` are
-    exact where pages are packed."""
+    the `read` tokens of the pages that they choose; or the `kept` tokens of pages that are left, the `recent` newest
+    of them in any case. Or all, of which `exact_first` and a block of `exact_last` are exact where pages are packed."""
 
     window: int = 0
     sinks: int = 0
     read: int = 0
+    kept: int = 0
+    recent: int = 0
     exact_first: int = 0
     exact_last: int = 0
 
@@ -49,6 +55,8 @@ class KvMode:
             return f"exact_first={self.exact_first},exact_last={self.exact_last}"
         if self.selects:
             return f"select={self.read // PAGE_TOKENS}"
+        if self.thins:
+            return f"h2o={self.kept}"
         return f"sinks={self.sinks},window={self.window}" if self.sinks else f"window={self.window}"
 
     @property
@@ -57,9 +65,35 @@ class KvMode:
         return self.read > 0
 
     @property
+    def thins(self) -> bool:
+        """Whether pages go for good, from anywhere, by how much rows have looked at them."""
+        return self.kept > 0
+
+    @property
+    def spares_prompt(self) -> bool:
+        """Whether all of the prompt is exact, however long it is."""
+        return self.selects or self.thins
+
+    @property
     def exact_tokens(self) -> int:
         """So many first tokens of a sequence see all before them: their keys and values are the exact ones."""
-        return self.read or self.sinks + self.window
+        return self.read or self.kept or self.sinks + self.window
+
+    def fitted(self, windows: Iterable[int]) -> KvMode:
+        """The mode for a model whose layers have these windows, 0 for none. Raises BadRequest for what can't be.
+
+        A layer counts its window back over the pages that are left: those in it must be all there.
+        """
+        widest = max(windows, default=0)
+        if not self.thins or not widest:
+            return self
+        if all(windows):
+            raise _bad(f"{self} has nothing to weigh: each layer of this model has a window", "leave kv_mode out")
+        recent = max(self.recent, (1 - (1 - widest) // PAGE_TOKENS) * PAGE_TOKENS)  # the newest page may have one token
+        least = recent + 2 * PAGE_TOKENS  # the first page, and one that is weighed
+        if least > self.kept:
+            raise _bad(f"{self} is too little for layers with windows of {widest}", f"h2o={least} or more")
+        return replace(self, recent=recent)
 
     @property
     def endless(self) -> bool:
@@ -104,6 +138,8 @@ def parse(text: str) -> KvMode | None:
         return _ladder(given)
     if "select" in given:
         return _select(given)
+    if "h2o" in given:
+        return _thin(given)
     if "window" not in given:
         raise _bad("needs a window beside the sinks")
     window, sinks = given["window"], given.get("sinks", 0)
@@ -121,6 +157,16 @@ def _select(given: dict[str, int]) -> KvMode:
     if not MIN_SELECTED <= pages <= MAX_SELECTED:
         raise _bad(f"needs {MIN_SELECTED} to {MAX_SELECTED} pages of {PAGE_TOKENS} tokens, not {pages}")
     return KvMode(read=pages * PAGE_TOKENS)
+
+
+def _thin(given: dict[str, int]) -> KvMode:
+    tokens = given.pop("h2o")
+    if given:
+        raise _bad(f"takes h2o alone, without {' and '.join(given)}: it keeps the first page and the newest by itself")
+    if not MIN_KEPT_TOKENS <= tokens <= MAX_TOKENS:
+        raise _bad(f"needs {MIN_KEPT_TOKENS} (4 pages) to {MAX_TOKENS} tokens to keep, not {tokens}")
+    pages = tokens // PAGE_TOKENS
+    return KvMode(kept=pages * PAGE_TOKENS, recent=pages // 2 * PAGE_TOKENS)
 
 
 def _ladder(given: dict[str, int]) -> KvMode:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tierd.tiers.arena import SlotState
 from tierd.tiers.keys import pack_tokens, page_key
@@ -12,6 +12,8 @@ from tierd.tiers.prefix import Node
 from tierd.tiers.promote import Promoter
 from tierd.tiers.residency import Residency
 from tierd.tiers.writeback import Writeback
+
+THINNED_PAGES = 16  # copied at once: they take some milliseconds
 
 
 class Committer:
@@ -113,6 +115,52 @@ class Committer:
             lease.dropped += 1
             lease.unkeyed = True
             lease.changes += 1
+
+    def thin(self, lease: Lease, kept: Collection[int], most: int = THINNED_PAGES) -> int:
+        """Gives back pages of a sequence, whose rows see none from here on but the `kept` ones, by number.
+        Returns how many slots it waits for.
+
+        Private ones go at once. Known ones go from the last on, since idle, a page could not leave while those after
+        it are in use; where one of them is kept, a private page takes its place: a copy, as soon as it is in memory and
+        there is a slot, but half of the device is left to others, and `most` of them at a time. The first page stays
+        as it is. What follows stays private from here on.
+        """
+        if lease.absent or lease.tail is not None:
+            return 0
+        numbers, device = lease.numbers, self._residency.device
+        if not set(numbers) <= set(kept):
+            pages = list(zip(numbers, lease.private, strict=True))
+            for number, slot in pages:
+                if number not in kept:
+                    device.drop(slot)
+            left = [(number, slot) for number, slot in pages if number in kept]
+            lease.dropped += len(pages) - len(left)
+            lease.sparse, lease.private = [number for number, _ in left], [slot for _, slot in left]
+            lease.unkeyed = True
+            lease.changes += 1
+        copies = 0
+        while len(lease.nodes) > 1:
+            number, node = len(lease.nodes) - 1, lease.nodes[-1]
+            if number in kept:
+                if not node.readable or copies == most or 2 * device.counts[SlotState.PRIVATE] >= device.slots:
+                    return 0
+                slot = device.alloc(SlotState.PRIVATE)
+                if slot is None:
+                    return most - copies
+                host = self._residency.host
+                device.array[slot] = device.array[node.device] if node.device >= 0 else host.array[node.host]
+                lease.sparse, lease.private = [number, *lease.numbers], [slot, *lease.private]
+                copies += 1
+            else:
+                lease.sparse = lease.numbers
+                lease.dropped += 1
+            lease.unkeyed = True
+            lease.changes += 1
+            node.last_use_s = self._page_time()  # a page is never older than the pages after it
+            self.keep(node)
+            del lease.nodes[-1]
+            self._residency.unpin(node)
+        return 0
 
     def keep_tail(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Keeps the partial page of an ending lease as cache, unless a known page says the same."""

@@ -1,9 +1,9 @@
 """A lease: the pages one sequence uses, pinned for as long as it lives.
 
 The pages of a lease follow each other: known ones (`nodes`), then private ones that the sequence is writing; between
-them those are missing that a sequence with a window has `dropped`. A known page is *readable* when a copy lies in
-memory. One that is not is either *absent*, on its way or to be computed again, or *streamed*: read from the store layer
-by layer in every step, because there is no room for it in memory.
+and among these those are missing that a sequence with a bounded memory mode has `dropped`. A known page is *readable*
+when a copy lies in memory. One that is not is either *absent*, on its way or to be computed again, or *streamed*: read
+from the store layer by layer in every step, because there is no room for it in memory.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class Lease:
         deadline_s: when loading is given up.
         unseen: so many first pages no row sees: they may be in memory or not.
         dropped: pages after the known ones that were given back: no later row of the sequence sees them.
+        sparse: which pages of the sequence its first private ones are, where not all that follow each other; those
+            after them do, up to the newest.
         changes: grows when slots of private or filling pages change.
         table: addresses of all pages, as of `table_version`; 0 for those that no memory holds.
         streamed: how many of those are read from the store.
@@ -97,8 +99,8 @@ class Lease:
 
     __slots__ = (
         "__weakref__", "absent", "changes", "deadline_s", "dropped", "filling", "loading", "lost", "next_load", "nodes",
-        "origins", "page_tokens", "private", "reached", "root", "share", "state", "streamed", "table", "table_version",
-        "tail", "tail_origin", "tail_tokens", "unkeyed", "unseen",
+        "origins", "page_tokens", "private", "reached", "root", "share", "sparse", "state", "streamed", "table",
+        "table_version", "tail", "tail_origin", "tail_tokens", "unkeyed", "unseen",
     )  # fmt: skip
 
     def __init__(self, root: PageKey, page_tokens: int) -> None:
@@ -122,6 +124,7 @@ class Lease:
         self.deadline_s = 0.0
         self.unseen = 0
         self.dropped = 0
+        self.sparse: list[int] = []
         self.changes = 0
         self.table: Addresses = np.empty(0, np.int64)
         self.table_version = (-1, -1)
@@ -159,6 +162,12 @@ class Lease:
     def hit_nvme(self) -> int:
         """Tokens of `num_tokens` that were found in the store."""
         return self._hits(Tier.NVME)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Which page of the sequence each private one is."""
+        first, known = len(self.nodes) + self.dropped, len(self.sparse)
+        return [*self.sparse, *range(first + known, first + len(self.private))]
 
     def skip(self, position: int) -> int:
         """The first token at or after `position` that is to be computed or waited for."""

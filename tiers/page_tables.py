@@ -63,6 +63,10 @@ class PageTables:
         places = _places(lease, first + len(addresses) - lead, first, lead)
         return [lease.nodes[place].key for place in places[missing].tolist()]
 
+    def streamed_at(self, lease: Lease, places: Addresses) -> list[PageKey]:
+        """The keys of those of these pages of its table, which is up to date, that are to be streamed, in order."""
+        return [lease.nodes[place].key for place in places[lease.table[places] == 0].tolist()]
+
     def lose(self, lost: StagingLost, leases: Iterable[Lease]) -> None:
         """Books pages that could not be streamed: their leases get holes. Bad ones are gone from the store."""
         late = set(lost.keys) - lost.bad.keys()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,9 @@ def _build(
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = _facts(manifest, context, capacity_tokens, not backend.on_card, exact and exact.ladders.most)
+    facts = _facts(
+        manifest, context, capacity_tokens, not backend.on_card, weights.shape.windows, exact and exact.ladders.most
+    )
     remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
@@ -208,7 +210,7 @@ def _build(
 
 
 def _facts(
-    manifest: Manifest, context: int, capacity_tokens: int, bounded: bool, ladder: Ladder | None
+    manifest: Manifest, context: int, capacity_tokens: int, bounded: bool, windows: Sequence[int], ladder: Ladder | None
 ) -> Facts:
     """What requests are checked against."""
     return Facts(
@@ -219,8 +221,7 @@ def _facts(
         bos_id=manifest.bos_id,
         add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
-        bounded=bounded,
-        ladder=ladder,
+        bounded=bounded, windows=windows, ladder=ladder,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 

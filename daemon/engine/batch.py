@@ -26,6 +26,7 @@ class Rows:
     pages: Addresses
     sample: int  # logits are wanted of so many of the last rows
     bound: Bound = Bound()  # what the rows see; it also says which `pages` are given
+    observed: int = 0  # it is to be told of so many of the last rows how much they look at each page
     exact: Addresses | None = None  # copies of the pages, 0 for one without (`kernels.cpu.batch.Exact`)
 
 
@@ -40,6 +41,7 @@ class Batch:
     page_offsets: Ints  # [S + 1]
     logit_rows: Ints  # [L]
     bounds: Ints | None = None  # [S, 4], where somebody has one
+    observed: Ints | None = None  # the rows that are observed, where there are some
     exact: Addresses | None = None  # [P], where some page has an exact copy
 
 
@@ -58,6 +60,7 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
         if not count or needed > len(rows.pages):
             raise ValueError(f"{count} rows at {rows.start} do not fit {len(rows.pages)} pages")
     ends = np.cumsum(counts, dtype=np.int32)
+    observed = [row for rows, end in zip(sequences, ends, strict=True) for row in range(end - rows.observed, end)]
     return Batch(
         tokens=np.concatenate([np.asarray(rows.tokens, dtype=np.int32) for rows in sequences]),
         positions=np.concatenate(
@@ -74,6 +77,7 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
             dtype=np.int32,
         ),
         bounds=np.array(bounds, np.int32) if any(map(any, bounds)) else None,
+        observed=np.array(observed, np.int32) if observed else None,
         exact=_exact(sequences, held),
     )
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tierd.daemon.engine import fetch
+from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
 from tierd.daemon.engine.ladder import Ladders
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.scheduler import Limits, pages_for
-from tierd.daemon.engine.selection import Lesson, Pick
+from tierd.daemon.engine.selection import Lesson, Pick, Selection
 from tierd.daemon.errors import OutOfSpace
 from tierd.daemon.kv_mode import KvMode
 from tierd.kernels.rows import Bound
@@ -23,6 +26,9 @@ def bound_of(request: Request, start: int, page_tokens: int, window: int = 0) ->
     mode = request.mode or (KvMode(window) if window else None)
     if mode is None:
         return Bound()
+    if (heavy := request.heavy) is not None:
+        missing = start // page_tokens + 1 - len(heavy.kept) if start >= request.exact_end else 0
+        return Bound(base=missing * page_tokens)
     if not mode.selects:
         return Bound(*mode.bound(start, page_tokens))
     end = (start // page_tokens + 1) * page_tokens
@@ -53,10 +59,46 @@ def wanted_by(request: Request, lease: Lease, start: int, end: int, page_tokens:
     return Lesson(selection, end // page_tokens) if end == request.exact_end else None
 
 
+def begin(request: Request, new_selection: Callable[[], Selection], page_tokens: int) -> None:
+    """Makes what its rows choose or keep pages by, where its mode wants that and it has none."""
+    mode = request.mode
+    if mode is None:
+        return
+    if mode.selects and request.selection is None:
+        request.selection = new_selection()
+    if mode.thins and request.heavy is None:
+        first = request.exact_end - OBSERVED_TOKENS
+        request.heavy = Heavy(mode.kept // page_tokens, mode.recent // page_tokens, first, page_tokens)
+
+
+def thin(pager: Pager, request: Request, lease: Lease) -> None:
+    """Decides which pages later rows see, when that is to be decided, and gives others back."""
+    heavy, position = request.heavy, request.computed
+    if heavy is None or position < request.exact_end or lease.absent:
+        return
+    if heavy.is_due(position):
+        heavy.decide(position)
+    if heavy.thinned and (slots := pager.committer.thin(lease, heavy.kept.tolist())) and pager.device.cached:
+        pager.evictor.make_room(min(slots, pager.device.cached))  # what nobody uses; tried again in the next turn
+
+
+def kept_places(request: Request, lease: Lease, start: int) -> Addresses | None:
+    """Where in the table of its lease those pages stand that rows from `start` on see; None where that is not for it to
+    say."""
+    if (heavy := request.heavy) is None or start < request.exact_end:
+        return None
+    known = len(lease.nodes)
+    first = int(np.searchsorted(heavy.kept, known))
+    return np.concatenate((heavy.kept[:first], np.arange(known, known + len(heavy.kept) - first)))
+
+
 def pages_of(
-    pager: Pager, lease: Lease, end: int, bound: Bound, wanted: Pick | Lesson | None
+    pager: Pager, lease: Lease, end: int, bound: Bound, wanted: Pick | Lesson | None, kept: Addresses | None = None
 ) -> tuple[Addresses, Pick | Lesson | None]:
-    """The pages that rows up to `end` are given, as they lie now."""
+    """The pages that rows up to `end` are given, as they lie now. `kept`: see `kept_places`."""
+    if kept is not None:
+        pager.tables.refresh(lease)
+        return lease.table[kept], wanted
     stop, first = pages_for(end, pager.page_tokens), bound.base // pager.page_tokens
     if not isinstance(wanted, Pick):
         return pager.tables.addresses(lease, stop, first, bound.lead), wanted
@@ -86,7 +128,7 @@ def commit(pager: Pager, request: Request, lease: Lease, ladders: Ladders | None
     pager.commit(lease, request.exact)
     if ladders is not None and request.rungs is not None:
         ladders.settle(request.rungs, lease, request.computed)
-    if (mode := request.mode) is not None and not mode.selects:
+    if (mode := request.mode) is not None and not mode.spares_prompt:
         size = pager.page_tokens
         pager.committer.let_go(lease, pages_for(mode.sinks, size), mode.first_seen(request.computed) // size)
 
@@ -102,6 +144,10 @@ def fits(pager: Pager, request: Request) -> bool:
     """Whether there are pages for it at all. Without keys, pages can go nowhere: they stay on the device."""
     size, tokens = pager.page_tokens, len(request.tokens)
     if (mode := request.mode) is not None and tokens > request.exact_end:
+        if mode.thins:
+            exact = pages_for(request.exact_end, size)
+            private = min(mode.kept // size, pages_for(tokens, size) - request.exact_end // size)
+            return private <= pager.device.slots and exact + private <= pager.capacity_pages
         if mode.selects:
             return pages_for(tokens, size) - request.exact_end // size <= pager.device.slots and tokens <= (
                 size * pager.capacity_pages

@@ -50,6 +50,7 @@ class Facts:
     sampling: Mapping[str, float]  # the model's own defaults
     pooling: Pooling = Pooling.MEAN  # what the model makes embeddings of
     bounded: bool = True  # whether what it is computed on has bounded memory modes
+    windows: Sequence[int] = ()  # of its layers, 0 for none
     ladder: Ladder | None = None  # the longest that there is memory for
 
     def __post_init__(self) -> None:
@@ -130,8 +131,8 @@ class Intake:
             limit += len(prompt)  # a context for the answer, unless it is said how long that may be
             limit = max(limit, len(prompt) + (sampling.max_tokens or 0))
         # Of a resumed request the answer so far counts as answer: it may fill the context, the prompt may not.
-        if len(prompt) >= limit:
-            raise self._too_long(len(prompt), limit, submit)
+        if len(prompt) >= (longest := self._prompt_limit(limit, mode)):
+            raise self._too_long(len(prompt), longest, submit)
         self._check_ids(submit.resume, "resume")
         self._check_ids(tuple(sampling.logit_bias), "sampling.logit_bias")
         params = settle(self._without_calls(submit), facts.sampling, secrets.randbits(63))
@@ -343,7 +344,7 @@ class Intake:
                 f"kv_mode {mode} sees {mode.exact_tokens} tokens, the model's context holds {self.facts.context}",
                 hint="choose a smaller window", param="kv_mode",
             )  # fmt: skip
-        return mode, None
+        return mode.fitted(self.facts.windows), None
 
     def _ladder(self, submit: Submit, ladder: Ladder) -> Ladder:
         if submit.beam_width:
@@ -368,6 +369,10 @@ class Intake:
             raise BadRequest("ctx must hold at least a token of prompt and one of answer", param="ctx")
         longest = ctx or self.facts.context
         return min(longest, self.facts.capacity_tokens) if mode is None or mode.selects else longest
+
+    def _prompt_limit(self, limit: int, mode: KvMode | None) -> int:
+        """Where the prompt ends at the latest: all of it has to be there once, whatever is kept of it then."""
+        return min(limit, self.facts.capacity_tokens) if mode is not None and mode.thins else limit
 
     def _too_long(self, used: int, limit: int, submit: Submit) -> ContextLengthExceeded:
         param = "prompt" if submit.messages is None else "messages"

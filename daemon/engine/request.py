@@ -18,6 +18,7 @@ from tierd.daemon.engine.answer import Said
 from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.beams import Beams
 from tierd.daemon.engine.embed import Embedding
+from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
 from tierd.daemon.engine.ladder import Rungs, Span
 from tierd.daemon.engine.loading import rows_meanwhile
 from tierd.daemon.engine.logprobs import Logprobs
@@ -116,6 +117,7 @@ class Request:
     mode: KvMode | None = None  # what a row sees, if it is not all before it
     selection: Selection | None = None  # what its rows choose pages by, with its lease, where a mode wants that
     rungs: Rungs | None = None  # the exact copies of its pages, under a ladder
+    heavy: Heavy | None = None  # what it keeps of its pages, with its lease, where a mode wants that
     keep: tuple[tuple[int, float], ...] = ()  # wishes that so many first tokens stay cached, for so many seconds
     remember: Callable[[Request], None] | None = None  # keeps the turn, once it is whole
     tell_prompt: bool = False  # its end has the tokens of the prompt
@@ -132,19 +134,20 @@ class Request:
 
     @property
     def exact_end(self) -> int:
-        """So many of its first tokens have the keys and values that they have without a mode. A selecting one's prompt
-        is among them."""
+        """So many of its first tokens have the keys and values that they have without a mode."""
         if self.mode is None:
             return len(self.tokens)
-        return max(self.mode.exact_tokens, self.prompt_tokens if self.mode.selects else 0)
+        return max(self.mode.exact_tokens, self.prompt_tokens if self.mode.spares_prompt else 0)
 
     @property
     def findable(self) -> list[int]:
         """The tokens whose pages may be looked up, and one more: all, unless a mode changes what they hold. The last
-        exact row of a selecting one has to be computed here: it learns of the pages before it."""
+        exact row of a selecting one has to be computed here, it learns of the pages before it; and those that are
+        observed."""
         if self.mode is None:
             return self.tokens
-        return self.tokens[: self.exact_end + (not self.mode.selects)]
+        computed = 1 if self.mode.selects else OBSERVED_TOKENS if self.mode.thins else 0
+        return self.tokens[: self.exact_end + 1 - computed]
 
     @property
     def exact(self) -> list[int]:
@@ -156,10 +159,18 @@ class Request:
         """Whether its pages are as many as those of all its tokens."""
         return self.mode is None or self.mode.selects
 
+    @property
+    def thinned(self) -> bool:
+        """Whether what it sees of its pages is less than all of them."""
+        return self.heavy is not None and self.heavy.thinned
+
     def most_pages(self, limits: Limits) -> int | None:
-        """Pages that it has at once at most, where a mode bounds them."""
+        """Pages that it has, or gets, at once at most, where a mode bounds them."""
         if self.mode is None or self.mode.selects:
             return None
+        if self.mode.thins:
+            tokens = self.mode.kept if self.computed >= self.exact_end else self.exact_end
+            return pages_for(tokens, limits.page_tokens) + 2
         return pages_for(self.mode.most_tokens(limits.max_rows), limits.page_tokens) + 2
 
     @property
@@ -266,10 +277,12 @@ class Request:
         if lease is None:
             return seen
         limit = lease.limit(self.computed)
-        if self.mode is not None and self.mode.selects:
-            # An answer that is computed again comes a page at a time: what fills meanwhile no row chooses yet.
-            exact = self.computed < self.exact_end
-            limit = min(limit, self.exact_end if exact else self.computed + lease.page_tokens)
+        if self.mode is not None and self.mode.spares_prompt:
+            # An answer that is computed again comes a page at a time: what fills meanwhile no row chooses yet, and
+            # what rows keep is decided where a page begins.
+            page = lease.page_tokens
+            last = self.computed if self.mode.selects else self.computed // page * page
+            limit = min(limit, self.exact_end if self.computed < self.exact_end else last + page)
         if lease.absent and lease.loading:
             # Pages come from the other end: a short chunk does not compute many that are about to arrive.
             rows = rows_meanwhile(now_s - self.fetched_s, self.guessed_row_s, lease.page_tokens)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.engine.batch import Addresses, Batch, Ints
+from tierd.daemon.engine.heavy import Masses
 from tierd.daemon.engine.selection import Choosing, Selection, Wanted
 from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout
@@ -80,6 +81,7 @@ class StreamedDecoder(Decoder, Protocol):
         logit_rows: Ints,
         bounds: Ints | None = None,
         between: Callable[[], None] | None = None,
+        observed: Ints | None = None,
         exact: Exact | None = None,
     ) -> Logits: ...
 
@@ -92,6 +94,7 @@ class StreamedDecoder(Decoder, Protocol):
         logit_rows: Ints,
         rows: Rows | None = None,
         bounds: Ints | None = None,
+        observed: Ints | None = None,
         exact: Exact | None = None,
     ) -> None: ...
 
@@ -106,6 +109,8 @@ class StreamedDecoder(Decoder, Protocol):
     ) -> None: ...
 
     def finish(self, head: Iterable[Part] | None = None) -> Logits: ...
+
+    def masses(self) -> Masses: ...
 
 
 @dataclass(slots=True)
@@ -207,14 +212,19 @@ class Runner:
         )
         own = cast("StreamedDecoder", self._decoder)
         if batch.exact is not None and self._copies is not None:
-            return own.forward(*arguments, None, between, Exact(batch.exact, self._copies))
-        if batch.bounds is not None:
-            return own.forward(*arguments, batch.bounds, between)
+            copies = Exact(batch.exact, self._copies)
+            return own.forward(*arguments, batch.bounds, between, batch.observed, copies)
+        if batch.bounds is not None or batch.observed is not None:
+            return own.forward(*arguments, batch.bounds, between, batch.observed)
         return self._decoder.forward(*arguments, between=between)
 
     def hidden(self, rows: Ints) -> Hidden:
         """Hidden states `[len(rows), hidden]` of rows of the batch that was run last, after the final norm."""
         return self._decoder.hidden(rows)
+
+    def masses(self) -> Masses:
+        """How much the observed rows of the batch that was run last, in its order, look at the pages they see."""
+        return cast("StreamedDecoder", self._decoder).masses()
 
     def new_selection(self) -> Selection:
         """What a sequence needs whose rows choose their pages. Raises Unsupported where no rows can."""
@@ -261,13 +271,13 @@ class Runner:
         return _StreamedPages((*self._memories, *flow.memories), batch.pages.copy(), flow, numbers, places)
 
     def _start(self, batch: Batch, rows: Rows | None = None) -> None:
-        """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds."""
+        """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds, who is observed."""
         arguments = (batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
         own = cast("StreamedDecoder", self._decoder)
         if batch.exact is not None and self._copies is not None:
-            own.start(*arguments, rows, None, Exact(batch.exact, self._copies))
-        elif rows is not None or batch.bounds is not None:
-            own.start(*arguments, rows, batch.bounds)
+            own.start(*arguments, rows, batch.bounds, batch.observed, Exact(batch.exact, self._copies))
+        elif rows is not None or batch.bounds is not None or batch.observed is not None:
+            own.start(*arguments, rows, batch.bounds, batch.observed)
         else:
             self._decoder.start(*arguments)
 

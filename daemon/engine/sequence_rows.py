@@ -62,7 +62,11 @@ def _places(
     for place in np.flatnonzero((places == _NVME) | (places == _MOVING)).tolist():
         if place < len(lease.nodes) and (slot := disk.slot_of(lease.nodes[place])) >= 0:
             owners[2][slot] = number
-    return np.insert(places, len(lease.nodes), [_DROPPED] * lease.dropped) if lease.dropped else places
+    if not lease.dropped:
+        return places
+    shown = np.full(len(table) + lease.dropped, _DROPPED, np.uint8)
+    shown[: len(lease.nodes)], shown[lease.numbers] = places[: len(lease.nodes)], places[len(lease.nodes) :]
+    return shown
 
 
 def _sequence(request: Request, places: Places, page_tokens: int, now_s: float) -> dict[str, Any]:

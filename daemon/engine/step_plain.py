@@ -29,8 +29,7 @@ def generate(pager: Pager, runner: Runner, request: Request, max_rows: int, cloc
     if request.rungs is not None:
         raise ValueError(f"there are no exact copies here for {request.rungs}")
     lease = pager.match(request.findable, request.salt)
-    if request.mode is not None and request.mode.selects:
-        request.selection = runner.new_selection()
+    bounded.begin(request, runner.new_selection, pager.page_tokens)
     try:
         pager.fetch(lease, clock() + TIMEOUT_S)
         _wait(pager, clock, lambda: lease.ready or not pager.promoter.is_coming(lease))
@@ -57,23 +56,34 @@ def _step(
     start = request.computed = lease.skip(start)
     held = lease.held_until(start)
     room = max(held + pager.writable_pages * size, start + 1)
-    selects = bounded.chooses(request, start)
-    stop = start + 1 if selects else max(request.exact_end, start + 1) if request.keeps_all else len(request.tokens)
+    bounded.thin(pager, request, lease)
+    stop = len(request.tokens)
+    if request.mode is not None and request.mode.spares_prompt:
+        page_end = start + 1 if request.mode.selects else (start // size + 1) * size
+        stop = request.exact_end if start < request.exact_end else page_end
     end = min(len(request.tokens), stop, lease.limit(start), start + max_rows, room)
     _wait(pager, clock, lambda: pager.allocate(lease, start, end) or lease.skip(start) > start)
     if not lease.has_slot(start // size):
         return None  # a streamed page has come back to memory just before it was to be computed
     bound = bounded.bound_of(request, start, size)
     wanted = bounded.wanted_by(request, lease, start, end, size)
-    pages, wanted = bounded.pages_of(pager, lease, end, bound, wanted)
+    kept = bounded.kept_places(request, lease, start)
+    pages, wanted = bounded.pages_of(pager, lease, end, bound, wanted, kept)
+    heavy = request.heavy
+    observed = heavy.observes(start, end) if heavy is not None else 0
     is_last = end == len(request.tokens)
-    rows = batch.build([batch.Rows(request.tokens[start:end], start, pages, is_last, bound)], size)
+    rows = batch.build([batch.Rows(request.tokens[start:end], start, pages, is_last, bound, observed)], size)
     try:
-        streamed = pager.tables.streamed(lease, pages, bound.base // size, bound.lead)
+        streamed = (
+            pager.tables.streamed(lease, pages, bound.base // size, bound.lead) if kept is None
+            else pager.tables.streamed_at(lease, kept)
+        )  # fmt: skip
         logits = runner.run(rows, streamed, wanted=[] if wanted is None else [(0, wanted)])
     except StagingLost as lost:
         pager.tables.lose(lost, pager.leases)
         return None
+    if heavy is not None and observed:
+        heavy.take(end, runner.masses())
     request.computed = end
     bounded.commit(pager, request, lease)
     return logits[0] if is_last else None

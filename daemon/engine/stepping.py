@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierd.daemon.engine import batch, bounded, scheduler
-from tierd.daemon.engine.bounded import bound_of, chooses, wanted_by
+from tierd.daemon.engine.bounded import bound_of, chooses, kept_places, wanted_by
 from tierd.daemon.engine.guesses import Costs, Guesses, Wish
 from tierd.daemon.engine.ladder import Ladders, Span, blocks
 from tierd.daemon.engine.request import Finish, Request, Totals
@@ -51,6 +51,8 @@ class Part:
     streamed: list[PageKey]
     bound: Bound = Bound()  # what the rows see; it says which pages are given
     wanted: Pick | Lesson | None = None  # the row chooses what it reads of its pages, or those after it will
+    kept: batch.Addresses | None = None  # which of its lease's pages the rows see, if that is not for `bound` to say
+    observed: int = 0  # it is to be told of so many of the last rows how much they look at each page
     exact: batch.Addresses | None = None  # copies of the pages
 
 
@@ -124,8 +126,7 @@ class Steps:
         for request, chunk in wanted:
             item = Work(request, chunk, request.phase is Phase.DECODE, [])
             try:
-                if request.mode is not None and request.mode.selects and request.selection is None:
-                    request.selection = self._runner.new_selection()
+                bounded.begin(request, self._runner.new_selection, self._limits.page_tokens)
                 item = replace(item, parts=_parts(request, chunk, self._limits))
                 # Ask for all of them, even when one has to wait: what they get they keep.
                 granted = [self._pager.allocate(part.lease, part.start, _end(part)) for part in item.parts]
@@ -160,7 +161,7 @@ class Steps:
         return found
 
     def _addressed(self, part: Part) -> Part:
-        pages, wanted = bounded.pages_of(self._pager, part.lease, _end(part), part.bound, part.wanted)
+        pages, wanted = bounded.pages_of(self._pager, part.lease, _end(part), part.bound, part.wanted, part.kept)
         return replace(part, pages=pages, wanted=wanted)
 
     def _located(self, item: Work) -> Work | None:
@@ -170,8 +171,11 @@ class Steps:
         for part in map(self._addressed, item.parts):
             lease, lead, first = part.lease, part.bound.lead, part.bound.base // self._limits.page_tokens
             needed = {*range(lead), *range(first, first + len(part.pages) - lead)} if lease.absent else set()
-            if lease.absent and isinstance(part.wanted, Pick):
+            if lease.absent and (isinstance(part.wanted, Pick) or part.kept is not None):
                 return None  # any page may be chosen
+            if part.kept is not None:
+                parts.append(replace(part, streamed=tables.streamed_at(lease, part.kept)))
+                continue
             if (lease.absent - lease.filling.keys()) & needed:
                 return None
             parts.append(replace(part, streamed=tables.streamed(lease, part.pages, first, lead)))
@@ -184,7 +188,10 @@ class Steps:
         Raises whatever the computation raises.
         """
         parts = [part for item in work for part in item.parts]
-        rows = [batch.Rows(part.tokens, part.start, part.pages, part.sample, part.bound, part.exact) for part in parts]
+        rows = [
+            batch.Rows(part.tokens, part.start, part.pages, part.sample, part.bound, part.observed, part.exact)
+            for part in parts
+        ]
         for item in work:
             item.request.times.started_s = item.request.times.started_s or self._clock()
         streamed = [key for part in parts for key in part.streamed]
@@ -207,6 +214,7 @@ class Steps:
             return None
         self._gave_way = False
         self._pool(work)
+        self._observe(work)
         self._measure(work, started_s, self._clock(), bool(streamed) or self._runner.picked_bytes > picked_bytes)
         ends = np.cumsum([sum(part.sample for part in item.parts) for item in work])
         return np.split(logits, ends[:-1])
@@ -263,6 +271,17 @@ class Steps:
                     rows = np.arange(first + wanted.start, first + wanted.stop, dtype=np.int32)
                     embedding.take(self._runner.hidden(rows))
             first += item.rows
+
+    def _observe(self, work: list[Work]) -> None:
+        """Tell sequences that thin out their pages how much the rows just computed looked at them."""
+        told = [(item.request.heavy, part) for item in work for part in item.parts if part.observed]
+        if not told:
+            return
+        masses, first = self._runner.masses(), 0
+        for heavy, part in told:
+            assert heavy is not None  # nobody else is observed
+            heavy.take(_end(part), masses[first : first + part.observed])
+            first += part.observed
 
     def draw(self, request: Request, logits: Logits, now_s: float) -> Finish | None:  # [1 + drafted, vocab]
         """Draw the next token, and those after it as long as the draft was right; why it is over, if it is."""
@@ -339,9 +358,10 @@ def _parts(request: Request, chunk: Chunk, limits: Limits) -> list[Part]:
                  nowhere, [])
             for first, end in blocks(request.rungs.ladder, start, stop, chunk.count)
         ]  # fmt: skip
-    bound = bound_of(request, start, limits.page_tokens, limits.window)
-    wanted = wanted_by(request, lease, start, start + len(known), limits.page_tokens)
-    return [Part(lease, [*known, *drafted], start, sample, nowhere, [], bound, wanted)]
+    bound, end = bound_of(request, start, limits.page_tokens, limits.window), start + len(known)
+    wanted, kept = wanted_by(request, lease, start, end, limits.page_tokens), kept_places(request, lease, start)
+    observed = request.heavy.observes(start, end) if request.heavy is not None else 0
+    return [Part(lease, [*known, *drafted], start, sample, nowhere, [], bound, wanted, kept, observed)]
 
 
 def lease_of(item: Work) -> Lease:

@@ -96,8 +96,7 @@ class Streams:
         self._requests[request.id] = request
         self.totals.requests += 1
         width = 1 if request.beams is None else request.beams.width
-        if width > min(self._limits.max_rows, self._pager.device.slots):
-            most = min(self._limits.max_rows, self._pager.device.slots)
+        if width > (most := min(self._limits.max_rows, self._pager.device.slots)):
             self.fail(request, OutOfSpace(f"a step has room for {most} beams, not for {width}", param="beam_width"))
         elif not bounded.fits(self._pager, request):
             self.fail(request, bounded.no_room(self._pager, request))
@@ -206,8 +205,8 @@ class Streams:
             self._advance_beams(request, request.beams)
             return
         self._pager.tables.refresh(lease)
-        if lease.dropped and lease.absent:
-            self._preempt(request)  # a page with sinks is lost: what would compute it anew is gone, too
+        if (lease.dropped or request.thinned) and lease.absent:
+            self._preempt(request)  # a page is lost that rows still see: what would compute it anew is gone, too
             return
         if request.phase is Phase.FETCHING:
             if not fetch.may_compute(self._pager, request, lease, now_s):
@@ -226,6 +225,7 @@ class Streams:
                 size = self._limits.page_tokens
                 self.totals.cached_tokens += request.spare(pages * size, len(lease.nodes) * size)
             request.computed = lease.skip(request.computed)
+        bounded.thin(self._pager, request, lease)
 
     def _advance_beams(self, request: Request, beams: Beams) -> None:
         """Fork what is to be forked. A search that lost a page begins again: what it computed is known."""
@@ -388,7 +388,7 @@ class Streams:
 
     def _release(self, request: Request) -> None:
         """Give the lease back with every token that is complete in its pages: full ones and the tail stay known."""
-        request.selection = None
+        request.selection = request.heavy = None
         lease, request.lease = request.lease, None
         if request.beams is not None and request.beams.forked:
             request.computed = 0

@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 
 from tierd.kernels.cpu.attention import ATTENTION_PHASES, attention
+from tierd.kernels.cpu.masses import MASSES_PHASES, masses
 from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, matmul, takes_integers
 from tierd.kernels.cpu.moe import GROUPING_PHASES, GROUPS_PHASES, combine, compute_groups, group, route
 from tierd.kernels.cpu.ops import activate, embed, norm, norm_logit_rows, rotate_and_write
@@ -62,6 +63,8 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("bounds", "sink_queries", "sink_offsets", "far_cos", "far_sin")]
     # addresses of exact copies, one for each of `pages`, and 0 for a page without; 0: no page has one
     + [("exact", np.int64)]
+    # of rows that are observed, see masses.py
+    + [(name, np.int64) for name in ("observed", "num_observed", "masses", "mass_pages", "mass_parts")]
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]
     # what to do of a layer; of mixtures: groups to compute, and the layer whose experts are guessed, 0 for none
     + [(name, np.int64) for name in ("steps", "first_group", "stop_group", "foreseen_layer")]
@@ -73,7 +76,7 @@ ALL_GROUPS = -1  # a `stop_group`
 
 _PRODUCT_PHASES = 2
 _QUERIES_PHASES = 2 + _PRODUCT_PHASES
-_ATTENTION_HALF_PHASES = _QUERIES_PHASES + 1 + _PRODUCT_PHASES + ATTENTION_PHASES
+_ATTENTION_HALF_PHASES = _QUERIES_PHASES + 1 + _PRODUCT_PHASES + ATTENTION_PHASES + MASSES_PHASES
 _DENSE_PHASES = 1 + 2 * _PRODUCT_PHASES
 _MIXTURE_PHASES = _PRODUCT_PHASES + GROUPING_PHASES + GROUPS_PHASES + 1
 # A guess needs 4 phases more than a layer has. It belongs to a launch of one layer, in a model of several.
@@ -120,6 +123,9 @@ def _attend(job, layer, index, at, scratch):
     rows, normed, tile = job.rows, job.normed, scratch + job.tile
     attention(job, index, layer.window, layer.sink_logits, at, scratch)
     at += ATTENTION_PHASES * PHASE_BYTES
+    if job.num_observed > 0 and layer.window == 0:
+        masses(job, index, layer.sink_logits, at, scratch)
+    at += MASSES_PHASES * PHASE_BYTES
     out, out_stride = job.product, job.product_stride
     _product(job, layer.o, job.attended, job.attended_stride, out, out_stride, job.residual, rows, at, tile)
     at += _PRODUCT_PHASES * PHASE_BYTES

@@ -20,6 +20,7 @@ from tierd.kernels.cpu.attention import SEGMENT_TOKENS, sums_bytes
 from tierd.kernels.cpu.batch import Addresses, Memory, Placed, check_exact, check_pages, cut_attention, place
 from tierd.kernels.cpu.forward import JOB, QUERIES, WHOLE_LAYER, num_stages, work
 from tierd.kernels.cpu.hidden import final_hidden, queries
+from tierd.kernels.cpu.masses import Observed
 from tierd.kernels.cpu.mixture import ExpertSource, run_mixture
 from tierd.kernels.cpu.pages import page_values
 from tierd.kernels.cpu.scratch import Scratch
@@ -80,6 +81,7 @@ class CpuDecoder:
             raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
         self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
         self._placed: Placed | None = None  # the rows of the last pass, alive until the next one
+        self._observed: Observed | None = None  # and those of them that are observed
         self._next_layer: int | None = None  # of the pass that is open
         self._exact: Addresses | None = None  # copies of its pages
         self._sums: Memory = np.empty(0, np.uint8)  # of attention; grows with what passes need
@@ -110,6 +112,7 @@ class CpuDecoder:
         logit_rows: Ints,
         bounds: Ints | None = None,
         between: Callable[[], None] | None = None,
+        observed: Ints | None = None,
         exact: Exact | None = None,
     ) -> Floats:
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
@@ -119,15 +122,16 @@ class CpuDecoder:
         `memories` (writable uint8 arrays of any shape). It sees the tokens 0..positions[t] of its sequence, within the
         layer's window, or with `bounds` [sequences, 4] what `kernels.rows.Bound` says. The rows of a sequence are
         adjacent and ascending. The other index arrays are int32. `between` is called before each layer; what it
-        raises ends the pass. `exact` copies go without bounds. Raises ValueError, before any memory is touched, for
-        what doesn't fit. Drops a pass by layers that is not finished.
+        raises ends the pass. Of the rows `observed`, none of them with a window or sinks, `masses` tells afterwards.
+        `exact` copies go without bounds. Raises ValueError, before any memory is touched, for what doesn't fit. Drops
+        a pass by layers that is not finished.
         """
         placed = self._place(Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds, exact)
         check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))
         self.weights.require_all()
         self._require("embedding", self._embed)
         self._require("head", self._head)
-        self._describe(placed)
+        self._describe(placed, observed)
         self._describe_pages(placed.batch, pages)
         logits = self._new_logits(len(logit_rows))
         stages = range(num_stages(self.shape.num_layers))
@@ -148,6 +152,7 @@ class CpuDecoder:
         logit_rows: Ints,
         rows: Rows | None = None,
         bounds: Ints | None = None,
+        observed: Ints | None = None,
         exact: Exact | None = None,
     ) -> None:
         """Opens a pass that is computed layer by layer: embeds the rows. Arguments and errors as for `forward`.
@@ -167,7 +172,7 @@ class CpuDecoder:
             self._require("embedding", self._embed)
         else:
             check_rows(rows, len(batch.tokens))
-        self._describe(placed)
+        self._describe(placed, observed)
         if rows is not None:
             self._job["tokens"], self._job["embed"] = rows.tokens.ctypes.data, rows.matrix[0]
         self._next_layer = 0
@@ -247,6 +252,14 @@ class CpuDecoder:
         stride = int(job["residual_stride"])
         return final_hidden(int(job["residual"]), stride, self._final_norm, shape.hidden, shape.norm_eps, rows)
 
+    def masses(self) -> NDArray[np.float64]:
+        """How much of its attention each observed row of the last pass, which is complete, gives to the pages of its
+        sequence: [observed, pages or more], sums over heads and the layers without a window. Each of these gives 1 in
+        all. Raises ValueError where none was observed."""
+        if self._observed is None:
+            raise ValueError("no row of the last pass was observed")
+        return self._observed.masses()
+
     def set_ends(self, embed: PackedMatrix | None, head: PackedMatrix | None) -> None:
         """Takes other places of the embedding and the head, between passes. Raises ValueError for a wrong shape."""
         shape = self.shape
@@ -310,9 +323,13 @@ class CpuDecoder:
         if done * PANEL_ROWS != padded(self.shape.vocab):
             raise ValueError(f"the parts of the head end at panel {done}")
 
-    def _describe(self, placed: Placed) -> None:
+    def _describe(self, placed: Placed, observed: Ints | None) -> None:
         """Names the rows in the job. No pass by layers is open afterwards."""
-        job, batch = self._job, placed.batch
+        job, batch, shape = self._job, placed.batch, self.shape
+        self._observed, job["num_observed"] = None, 0
+        if observed is not None:
+            self._observed = Observed.make(observed, placed, shape.heads, shape.kv_heads)
+            self._observed.place(job)
         self._placed, self._next_layer = placed, None
         self._exact = None if placed.exact is None else placed.exact.pages
         job["exact"] = 0 if self._exact is None else self._exact.ctypes.data

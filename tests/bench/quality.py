@@ -8,9 +8,10 @@ Text is the standard library's `pydoc_data.topics`, in windows of `--context` to
 formats walk through a window in step with fp32 pages. A format is measured through the kernels, as the daemon would
 run it, and so is a ladder: each of `--ladders` with each of `--exact-first` and `--exact-last`.
 
-A mode is measured through the kernels, over fp32 pages. With `select=K` every token beyond the first K pages counts as
-one of an answer: in a daemon the prompt is exact. With `--endless` one text of so many tokens, beyond the model's
-context, is fed in, and the perplexity of each eighth of it is told: it shows whether a mode stays stable.
+A mode is measured through the kernels, over fp32 pages. With `select=K` and `h2o=N` every token beyond the first K
+pages, or N tokens, counts as one of an answer: in a daemon the prompt is exact. With `--endless` one text of so many
+tokens, beyond the model's context, is fed in, and the perplexity of each eighth of it is told: it shows whether a mode
+stays stable.
 
 KL is the mean over tokens of the divergence of the distribution from the exact one, in nats. The error is that of the
 perplexity's change: one standard error of the mean difference, tokens taken as independent.
@@ -34,6 +35,7 @@ from tokenizers import Tokenizer
 
 from tierd.daemon import kv_mode
 from tierd.daemon.engine.batch import Batch
+from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
 from tierd.daemon.engine.ladder import blocks
 from tierd.daemon.engine.model.load import Weights, load_weights
 from tierd.daemon.engine.model.rope import angles, frequencies, tables
@@ -165,6 +167,61 @@ class Selecting(Subject):
         return Runner(self._decoder, self.layout, [self.arena]).run(batch, wanted=wanted)
 
 
+class Thinning(Subject):
+    """fp32 pages, of which those are left that were looked at most, as if all after the first were an answer."""
+
+    def __init__(self, text: str, weights: Weights, spec: ModelSpec, context: int) -> None:
+        mode = kv_mode.parse(text)
+        if mode is None or not mode.thins:
+            raise ValueError(f"{text!r} thins out no pages")
+        super().__init__(text, weights, spec, "fp32", context)
+        self.mode, self._context = mode.fitted(weights.shape.windows), context
+        self._heavy = self._new()
+
+    def _new(self) -> Heavy:
+        mode = self.mode
+        first = mode.kept - OBSERVED_TOKENS
+        return Heavy(mode.kept // PAGE_TOKENS, mode.recent // PAGE_TOKENS, first, PAGE_TOKENS)
+
+    @property
+    def token_bytes(self) -> float:
+        return super().token_bytes * min(1, self.mode.kept / self._context)
+
+    def logits(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+        if start == 0:
+            self._heavy = self._new()
+        parts, at = [], 0
+        while at < len(tokens):
+            position = start + at
+            left = self.mode.kept - position if position < self.mode.kept else PAGE_TOKENS - position % PAGE_TOKENS
+            parts.append(self.thinned(tokens[at : at + left], position))
+            at += left
+        return np.concatenate(parts)
+
+    def forget(self, start: int) -> None:
+        """Leaves as many pages as may be, before row `start`, the first one that is observed from here on."""
+        mode = self.mode
+        self._heavy = Heavy(mode.kept // PAGE_TOKENS, mode.recent // PAGE_TOKENS, start, PAGE_TOKENS)
+        self._heavy.decide(start)
+
+    def thinned(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+        """Rows of one page, or exact ones: they see the pages that are left, and are observed."""
+        heavy, rows, end = self._heavy, np.arange(len(tokens), dtype=np.int32), start + len(tokens)
+        if start >= self.mode.kept and heavy.is_due(start):
+            heavy.decide(start)
+        pages = -(-end // PAGE_TOKENS)
+        kept = heavy.kept if heavy.decided else np.arange(pages)
+        base, observed = (pages - len(kept)) * PAGE_TOKENS, heavy.observes(start, end)
+        found = self._decoder.forward(
+            [self.arena], tokens, rows + np.int32(start), np.zeros(len(rows), np.int32), self._pages[kept],
+            np.array([0, len(kept)], np.int32), rows, np.array([(0, 0, 0, base)], np.int32),
+            observed=rows[len(rows) - observed :],
+        )  # fmt: skip
+        if observed:
+            heavy.take(end, self._decoder.masses())
+        return found
+
+
 def _nobody(place: int) -> PageKey:
     raise AssertionError(f"page {place} is in memory")
 
@@ -172,8 +229,8 @@ def _nobody(place: int) -> PageKey:
 def bounded(text: str, weights: Weights, spec: ModelSpec, context: int) -> Subject:
     """The subject of a mode."""
     mode = kv_mode.parse(text)
-    selects = mode is not None and mode.selects
-    return (Selecting if selects else Bounded)(text, weights, spec, context)
+    kind = Bounded if mode is None or not mode.spares_prompt else Selecting if mode.selects else Thinning
+    return kind(text, weights, spec, context)
 
 
 class OnLadder(Subject):

@@ -26,6 +26,8 @@ def test_the_whole_context(text: str) -> None:
         ("select=32", KvMode(read=512)),
         ("exact_last=128", KvMode(exact_last=128)),
         ("exact_first=4,exact_last=100", KvMode(exact_first=32, exact_last=128)),
+        ("h2o=64", KvMode(kept=64, recent=32)),
+        ("h2o=1024", KvMode(kept=1024, recent=512)),
     ],
 )
 def test_a_mode(text: str, mode: KvMode) -> None:
@@ -36,7 +38,12 @@ def test_a_mode(text: str, mode: KvMode) -> None:
     ("text", "message"),
     [
         ("windw=64", "knows no 'windw'"),
-        ("h2o=64", "knows no 'h2o'"),
+        ("h20=64", "knows no 'h20'"),
+        ("h2o=63", "needs 64 .4 pages. to"),
+        (f"h2o={MAX_TOKENS + 1}", f"to {MAX_TOKENS} tokens to keep"),
+        ("h2o=-64", "needs a number of tokens after h2o=, not '-64'"),
+        ("h2o=64,sinks=4", "takes h2o alone, without sinks"),
+        ("select=8,h2o=64", "takes select alone, without h2o"),
         ("selec=64", "knows no 'selec'"),
         ("select=", "needs a number of pages after select=, not ''"),
         ("select=3", "needs 4 to 1048576 pages of 16 tokens, not 3"),
@@ -95,3 +102,19 @@ def test_pages_given_hold_all_that_is_seen(mode: KvMode, start: int) -> None:
 def test_the_exact_part_sees_everything(mode: KvMode) -> None:
     assert mode.first_seen(mode.exact_tokens - 1) == 0 < mode.first_seen(mode.exact_tokens)
     assert mode.first_seen(mode.exact_tokens) > mode.sinks
+
+
+def test_kept_tokens_are_whole_pages() -> None:
+    assert str(parse("h2o=100")) == "h2o=96"
+
+
+def test_a_window_that_layers_were_trained_with_lies_within_the_newest_pages() -> None:
+    mode = KvMode(kept=256, recent=128)
+    assert mode.fitted(()) == mode.fitted((0, 0)) == mode.fitted((0, 113, 0)) == mode
+    assert mode.fitted((0, 114)) == KvMode(kept=256, recent=144)
+    assert KvMode(64).fitted((32, 32)) == KvMode(64)
+    with pytest.raises(BadRequest, match="h2o=256 is too little for layers with windows of 256") as refused:
+        mode.fitted((0, 256))
+    assert refused.value.hint == "h2o=304 or more" and KvMode(kept=304, recent=144).fitted((0, 256)).recent == 272
+    with pytest.raises(BadRequest, match="each layer of this model has a window"):
+        mode.fitted((64, 64))

@@ -150,3 +150,67 @@ def test_pages_with_sinks_stay() -> None:
     rig.pager.release(lease, B[:12])
     rig.check()
     rig.close()
+
+
+def said(rig: Rig, lease: Lease) -> list[bytes]:
+    """What each page of its table says."""
+    rig.pager.tables.refresh(lease)
+    return [rig.record_at(address).tobytes() for address in lease.table.tolist()]
+
+
+def test_thinned_pages_go_from_anywhere_and_the_known_ones_that_are_kept_are_copied() -> None:
+    rig = Rig()
+    lease = windowed(rig, 12, 24)
+    whole, free = said(rig, lease), rig.device.num_free
+    assert rig.pager.committer.thin(lease, [0, 1, 3, 5]) == 0
+    assert (len(lease.nodes), lease.numbers, lease.dropped) == (1, [1, 3, 5], 2)
+    assert said(rig, lease) == [whole[page] for page in (0, 1, 3, 5)]
+    assert rig.device.num_free == free + 1 - 1 and rig.device.cached == 2
+    rig.check()
+    rig.allocate(lease, 24, 28)
+    assert lease.numbers == [1, 3, 5, 6] and lease.has_slot(6) and not lease.has_slot(7)
+    assert rig.pager.committer.thin(lease, [0, 3, 6, 7]) == 0
+    assert (lease.numbers, lease.dropped) == ([3, 6], 4)
+    rig.pager.commit(lease, B[:12])  # nothing gets a key after pages that are gone
+    assert len(lease.nodes) == 1
+    rig.pager.release(lease, B[:12])
+    rig.check()
+    found = rig.start(B)
+    assert found.num_tokens == 12
+    rig.expect(found, B[:12])
+    rig.pager.release(found, [])
+    rig.close()
+
+
+def test_no_more_is_copied_than_the_device_has_room_for() -> None:
+    rig = Rig(device=7)
+    lease = windowed(rig, 24, 24)
+    kept = [0, 1, 2, 3, 4, 5]
+    whole = said(rig, lease)
+    assert rig.pager.committer.thin(lease, kept) == 15  # one had a slot
+    assert (len(lease.nodes), lease.numbers, lease.dropped) == (5, [5], 0) and said(rig, lease) == whole
+    rig.pager.make_room(1)
+    rig.settle()
+    rig.check()
+    rig.pager.release(lease, [])
+    rig.close()
+    half = Rig(device=20)
+    lease = windowed(half, 24, 24)
+    whole = said(half, lease)
+    half.allocate(lease, 24, 56)
+    assert half.pager.committer.thin(lease, range(14), most=1) == 0 and len(lease.nodes) == 5
+    assert half.pager.committer.thin(lease, range(14)) == 0 and len(lease.nodes) == 4
+    assert said(half, lease)[:6] == whole and lease.numbers == list(range(4, 14))
+    half.check()
+    half.pager.release(lease, [])
+    half.close()
+
+
+def test_of_a_lease_that_waits_for_pages_none_go() -> None:
+    rig = Rig()
+    lease = windowed(rig, 12, 24)
+    lease.absent.add(1)
+    assert rig.pager.committer.thin(lease, [0, 5]) == 0 and len(lease.nodes) == 3 and not lease.dropped
+    lease.absent.clear()
+    rig.pager.release(lease, [])
+    rig.close()

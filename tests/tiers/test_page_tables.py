@@ -360,3 +360,15 @@ def test_streamed_pages_of_a_window() -> None:
     assert found == [key for key in given if key in missing] and found
     rig.pager.release(lease, LONG)
     rig.close()
+
+
+def test_streamed_pages_of_those_that_are_left() -> None:
+    rig, lease, _ = larger_than_memory()
+    tables = rig.pager.tables
+    missing = set(streamed(rig, lease))
+    places = np.array([0, 2, 3, 6])
+    found = tables.streamed_at(lease, places)
+    assert found == [lease.nodes[place].key for place in places if lease.nodes[place].key in missing] and found
+    rig.pager.release(lease, [])
+    rig.check()
+    rig.close()

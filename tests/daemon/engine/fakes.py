@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.tiers.fakes import damaged
+from tierd.daemon.engine.heavy import FADING, OBSERVED_TOKENS
 from tierd.kernels.rows import Ladder
 from tierd.tiers.errors import PageLost
 from tierd.tiers.staging import StagingStats
@@ -37,15 +38,18 @@ class FakeDecoder:
 
     def forward(
         self, memories, tokens, positions, row_seq, pages, page_offsets, logit_rows, bounds=None, between=None,
-        exact=None,
+        observed=None, exact=None,
     ):  # fmt: skip
-        self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, exact)
+        self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, observed, exact)
         if between is not None:
             between()
         self.layer(0, memories, pages)
         return self.finish()
 
-    def start(self, tokens, positions, row_seq, page_offsets, logit_rows, rows=None, bounds=None, exact=None):
+    def start(
+        self, tokens, positions, row_seq, page_offsets, logit_rows, rows=None, bounds=None, observed=None, exact=None
+    ):
+        self._observed = observed
         if self.fail_with is not None:
             raise self.fail_with
         self.rows += len(tokens)
@@ -79,6 +83,18 @@ class FakeDecoder:
 
     def finish(self):
         return self._out
+
+    def masses(self):
+        """A row looks at each page as much as its position and what the page says tell, of what it sees of it."""
+        _, positions, row_seq, page_offsets, _ = self._batch
+        found = np.zeros((len(self._observed), int(positions.max()) // PAGE + 1))
+        for place, row in enumerate(self._observed):
+            base, at = self._bounds[row_seq[row], 3], int(positions[row])
+            mine = self._places[page_offsets[row_seq[row]] :][: (at - base) // PAGE + 1]
+            for number, page in enumerate(mine):
+                seen = page if number + 1 < len(mine) else page[: at % PAGE + 1]
+                found[place, number] = worth_of(at, seen.tobytes())
+        return found
 
     def hidden(self, rows):
         _, positions, row_seq, page_offsets, _ = self._batch
@@ -175,6 +191,35 @@ def expected_selecting(prompt: Sequence[int], count: int, read: int) -> list[int
             seen = [at for at in seen if at // PAGE in chosen]
         history = np.array([marks[at] for at in seen], np.int32)
         tokens.append(int(np.argmax(logits_for(np.array(tokens, np.int32)[seen], history))))
+    return tokens[len(prompt) :]
+
+
+def expected_thinning(prompt: Sequence[int], count: int, kept: int) -> list[int]:
+    """The greedy answer of the fake decoder to a request that keeps the pages of `kept` tokens, half of them newest."""
+    tokens, first = list(prompt), max(len(prompt), kept)
+    marks, masses = list(range(first)), np.zeros(len(prompt) + count)
+    pages: list[int] = []  # that are left
+    for at in range(min(first - OBSERVED_TOKENS, len(prompt) - 1), len(prompt) + count - 1):
+        page = at // PAGE
+        if at == first or (at > first and at % PAGE == 0):
+            pages = [one for one in pages if one < page] if at > first else list(range(page))
+            may_go = [one for one in pages if one > 0 and one <= page - kept // 2 // PAGE]
+            spare = len(pages) + 1 - kept // PAGE
+            gone = sorted(may_go, key=lambda one: (masses[one], one))[: max(spare, 0)]
+            pages = [one for one in pages if one not in gone] + [page]
+        seen = pages if at >= first else list(range(page + 1))
+        if at >= first:
+            marks.append(at if seen == list(range(page + 1)) else -1 - at)
+        if at >= len(tokens) - 1:
+            places = [one for one in range(at + 1) if one // PAGE in seen]
+            said = np.array(tokens, np.int32)[places], np.array(marks, np.int32)[places]
+            tokens.append(int(np.argmax(logits_for(*said))))
+        if at % PAGE == 0:
+            masses *= FADING
+        for one in seen if at >= first - OBSERVED_TOKENS else ():
+            where = slice(PAGE * one, min(PAGE * one + PAGE, at + 1))
+            page_says = np.stack((tokens[where], marks[where]), 1).astype(np.int32)
+            masses[one] += worth_of(at, page_says.tobytes())
     return tokens[len(prompt) :]
 
 

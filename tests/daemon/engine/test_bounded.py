@@ -190,7 +190,7 @@ def test_a_resumed_one_goes_on_where_it_was(resumed: int) -> None:
     [
         ({"kv_mode": "window=8"}, "needs a window of 16"),
         ({"kv_mode": "sinks=100,window=101"}, "sees 201 tokens, the model's context holds 200"),
-        ({"kv_mode": "h2o=64"}, "knows no 'h2o'"),
+        ({"kv_mode": "h2=64"}, "knows no 'h2'"),
         ({"kv_mode": "window=32", "beam_width": 3}, "beam search keeps the whole context"),
     ],
 )

@@ -116,6 +116,21 @@ def test_pages_that_a_window_has_given_up_keep_their_place_in_the_row() -> None:
     rig.run()
 
 
+def test_pages_that_go_from_the_middle_keep_their_place_in_the_row() -> None:
+    rig = Rig(64)
+    rig.submit(1, PROMPT, 90, kv_mode="h2o=64")
+    board = board_on(rig)
+    while (request := next(iter(rig.streams))).computed < 120:
+        rig.turn()
+    (row,) = look(board).sequences
+    assert request.heavy is not None
+    shown = [place for place, tokens in row["runs"] for _ in range(tokens)]
+    assert len(shown) == len(request.tokens)
+    kept = set(request.heavy.kept.tolist())
+    assert shown[:120] == ["device" if at // PAGE in kept else "dropped" for at in range(120)]
+    rig.run()
+
+
 def test_a_waiting_sequence_has_nothing_yet() -> None:
     rig = Rig(16, max_streams=1)
     rig.submit(1, PROMPT, 20)

@@ -1,0 +1,82 @@
+"""Thinned pages through a whole engine with real kernels: the tokens are the same wherever the pages were."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.counts import counted
+from tests.daemon.engine.families import prepare, reference
+from tests.daemon.engine.live import Live
+from tests.daemon.engine.model.test_weights import least_bytes
+from tests.daemon.engine.model.test_weights import live as live_weights
+from tests.daemon.engine.test_bounded_live import pages, prompt, said
+
+CONTEXT, BEGIN, ANSWER = 256, 100, 60
+
+pytestmark = [pytest.mark.usefixtures("no_files_left"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(reference("llama", max_position_embeddings=CONTEXT), tmp_path_factory.mktemp("thinning"))
+
+
+def asks() -> list[dict[str, Any]]:
+    """Few pages, more, all, and no mode, from one beginning; and a prompt that is less than is kept."""
+    begin = prompt(1, BEGIN)
+    modes = ("h2o=64", "h2o=96", "h2o=256", None)
+    found = [
+        {"tokens": begin + prompt(number + 2, 9), "max_tokens": ANSWER} | ({"kv_mode": mode} if mode else {})
+        for number, mode in enumerate(modes)
+    ]
+    return [*found, {"tokens": prompt(9, 20), "max_tokens": 70, "kv_mode": "h2o=64"}]
+
+
+def test_cold_restored_from_the_disk_and_in_company(model: Path, tmp_path: Path) -> None:
+    """An engine with plenty of memory, one request after the other, is right."""
+    wanted = asks()
+    with Live(model, tmp_path / "store", device=100, nvme=200) as live:
+        right = [said(live, [ask])[0] for ask in wanted]
+        exact = said(live, [ask | {"kv_mode": None} for ask in wanted])
+        assert right[2:4] == exact[2:4] and right[0] != exact[0] and right[4] != exact[4]
+        resumed = wanted[0] | {"resume": tuple(right[0][:19])}
+        assert said(live, [resumed])[0] == right[0][19:]
+        assert said(live, wanted) == right
+        live.flush()
+    with Live(model, tmp_path / "store", device=6, nvme=200, max_streams=2, max_batch_rows=24) as live:
+        ((tokens, end),) = live.run(wanted[:1])
+        assert tokens == right[0] and end.data["timings"].hit_nvme >= 64
+        assert live.engine.loop._streams.streaming["read_bytes"] > 0
+
+
+@pytest.mark.long
+def test_weights_that_are_streamed_change_nothing(tmp_path: Path) -> None:
+    shape = reference("llama", num_hidden_layers=6, max_position_embeddings=CONTEXT)
+    model, wanted = prepare(shape, tmp_path / "model"), asks()[:1]
+    with live_weights(model, tmp_path / "whole", None) as live:
+        right = said(live, wanted)
+    with live_weights(model, tmp_path / "streamed", least_bytes(model)) as live:
+        assert live.engine.weights.streams and said(live, wanted) == right
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(counted(12, 4)))
+def test_after_an_answer_an_exact_request_has_what_a_cold_one_has(model: Path, tmp_path: Path, seed: int) -> None:
+    """Its tokens, and to the last bit what every page under a key holds."""
+    chance = random.Random(seed)
+    kv_format = chance.choice(("fp32", "fp32", "k8v4"))
+    tokens = prompt(seed, chance.randint(70, 150))
+    ask = {"tokens": tokens, "max_tokens": chance.randint(20, 60), "kv_mode": "h2o=64"}
+    with Live(model, tmp_path / "used", device=100, nvme=200, kv_format=kv_format) as live:
+        (answer,) = said(live, [ask])
+        again = {"tokens": [*tokens, *answer], "max_tokens": 8}
+        ((warm, end),) = live.run([again])
+        assert end.data["usage"].cached_tokens == len(tokens) // 16 * 16
+        used = pages(live)
+    with Live(model, tmp_path / "cold", device=100, nvme=0, kv_format=kv_format) as live:
+        assert said(live, [again])[0] == warm
+        assert used == pages(live) and len(used) >= 4

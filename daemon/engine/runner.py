@@ -207,7 +207,7 @@ class Runner:
         )
         own = cast("StreamedDecoder", self._decoder)
         if batch.exact is not None and self._copies is not None:
-            return own.forward(*arguments, None, between, Exact(batch.exact, self._copies))
+            return own.forward(*arguments, batch.bounds, between, Exact(batch.exact, self._copies))
         if batch.bounds is not None:
             return own.forward(*arguments, batch.bounds, between)
         return self._decoder.forward(*arguments, between=between)
@@ -265,7 +265,7 @@ class Runner:
         arguments = (batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
         own = cast("StreamedDecoder", self._decoder)
         if batch.exact is not None and self._copies is not None:
-            own.start(*arguments, rows, None, Exact(batch.exact, self._copies))
+            own.start(*arguments, rows, batch.bounds, Exact(batch.exact, self._copies))
         elif rows is not None or batch.bounds is not None:
             own.start(*arguments, rows, batch.bounds)
         else:

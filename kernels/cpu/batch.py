@@ -117,16 +117,19 @@ class Cut(NamedTuple):
     cut_rows: Ints
 
 
-def check_exact(exact: Exact, batch: Batch, layout: PageLayout) -> None:
-    """Raises ValueError for copies that the kernels must not touch, or that are not there by whole steps."""
+def check_exact(exact: Exact, batch: Batch, bounds: Ints | None, layout: PageLayout) -> None:
+    """Raises ValueError for copies that the kernels must not touch, that are not there by whole steps, or that belong
+    to a sequence with a bound."""
     check_vector("exact pages", exact.pages, np.int64)
     if len(exact.pages) != batch.page_offsets[-1]:
         raise ValueError(f"page_offsets speak of {batch.page_offsets[-1]} pages, got {len(exact.pages)} exact ones")
     there = exact.pages != 0
     record = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
     check_pages(exact.pages[there], np.array([0]), [exact.memory], record, range(layout.num_layers))
-    for first, stop in itertools.pairwise(batch.page_offsets.tolist()):
+    for sequence, (first, stop) in enumerate(itertools.pairwise(batch.page_offsets.tolist())):
         of_one = there[first:stop]
+        if bounds is not None and bounds[sequence].any() and of_one.any():
+            raise ValueError("rows with a bound have no exact copies")
         whole = len(of_one) // _STEP_PAGES * _STEP_PAGES
         if (of_one[:whole:_STEP_PAGES] != of_one[1:whole:_STEP_PAGES]).any():
             raise ValueError(f"of {_STEP_PAGES} pages that are read together one has an exact copy, and one has none")

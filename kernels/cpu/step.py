@@ -123,7 +123,7 @@ class CpuDecoder:
         layer's window, or with `bounds` [sequences, 4] what `kernels.rows.Bound` says. The rows of a sequence are
         adjacent and ascending. The other index arrays are int32. `between` is called before each layer; what it
         raises ends the pass. Of the rows `observed`, none of them with a window or sinks, `masses` tells afterwards.
-        `exact` copies go without bounds. Raises ValueError, before any memory is touched, for what doesn't fit. Drops
+        `exact` copies are for sequences without a bound. Raises ValueError, before any memory is touched, for what doesn't fit. Drops
         a pass by layers that is not finished.
         """
         placed = self._place(Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds, exact)
@@ -291,9 +291,7 @@ class CpuDecoder:
         placed = place(batch, bounds, self.shape.vocab, self.context, self.max_rows, self._far is not None)
         if exact is None:
             return placed
-        if bounds is not None:
-            raise ValueError("rows with bounds have no exact copies")
-        check_exact(exact, batch, self.layout)
+        check_exact(exact, batch, bounds, self.layout)
         return placed._replace(exact=exact)
 
     def _opened(self) -> tuple[Batch, int]:

@@ -156,6 +156,31 @@ def test_pages_without_copies_are_read_as_ever() -> None:
         assert (decoder.forward([arena], pages=addresses(arena, table), **inputs, exact=none) == plain).all()
 
 
+def test_beside_rows_with_a_window() -> None:
+    """One pass over a sequence with copies and another with a bound: each as if it were alone."""
+    model, ladder = tiny_model(page_format="k4v4"), Ladder(32, 64)
+    (one, other), slots = random_sequences(np.random.default_rng(7), [90, 50], model.shape.vocab)
+    bound = np.array([[0, 0, 0, 0], [20, 0, 0, 0]], np.int32)
+    with model.decoder(max_rows=160) as decoder:
+        arena, copies = model.arena(slots), copies_of(model, slots)
+        run(decoder, arena, copies, ladder, [(one, 0, 64)])
+        together = model.arena(slots)
+        together[:] = arena
+        its_copies = copies.copy()
+        alone = run(decoder, arena, copies, ladder, [(one, 64, 90)])
+        inputs = batch([one, other], [(64, 90), (0, 50)])
+        table = inputs.pop("page_table")
+        page = np.arange(len(one.slots)) * 16
+        of_one = np.where((page < 32) | (page >= 64), addresses(its_copies, np.array(one.slots)), 0)
+        exact = Exact(np.concatenate((of_one, np.zeros(len(other.slots), np.int64))), its_copies)
+        both = decoder.forward([together], pages=addresses(together, table), **inputs, bounds=bound, exact=exact)
+        inputs = batch([other], [(0, 50)])
+        table = inputs.pop("page_table")
+        windowed = decoder.forward([arena], pages=addresses(arena, table), **inputs, bounds=bound[1:])
+    assert (both[:26] == alone).all()
+    assert (both[26:] == windowed).all()
+
+
 def test_copies_that_do_not_fit_are_refused() -> None:
     model = tiny_model(page_format="k8v8")
     (one,), slots = random_sequences(np.random.default_rng(6), [70], model.shape.vocab)
@@ -172,7 +197,7 @@ def test_copies_that_do_not_fit_are_refused() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 decoder.forward([arena], pages=pages, **inputs, exact=Exact(exact, copies))
-        with pytest.raises(ValueError, match="rows with bounds have no exact copies"):
-            bounds = np.zeros((1, 4), np.int32)
+        with pytest.raises(ValueError, match="rows with a bound have no exact copies"):
+            bounds = np.array([[64, 0, 0, 0]], np.int32)
             decoder.forward([arena], pages=pages, **inputs, bounds=bounds, exact=Exact(good, copies))
         assert (arena == 0xFF).all()

@@ -70,7 +70,8 @@ class FakeDecoder:
         if self._exact is not None:
             copies = [_place([self._exact.memory], int(at)) if at else None for at in self._exact.pages]
             for row, token in enumerate(tokens):
-                copy = copies[page_offsets[row_seq[row]] + positions[row] // PAGE]
+                _, _, lead, base = self._bounds[row_seq[row]]
+                copy = copies[page_offsets[row_seq[row]] + lead + (positions[row] - base) // PAGE]
                 if copy is not None:
                     copy[positions[row] % PAGE] = (token, EXACT + positions[row])
             places = [place if copy is None else copy for place, copy in zip(places, copies, strict=True)]

@@ -189,10 +189,11 @@ def test_random_lives_under_ladders_leave_nothing_that_is_wrong(seed: int) -> No
     for number in range(1, 9):
         prompt = [chance.choice((1, 2)) if place > 90 else place % 50 for place in range(chance.randint(1, 120))]
         ladder = chance.choice((LADDER, LADDER, Ladder(0, 32), None))
-        count = chance.randint(1, 24)
-        wanted[number] = expected(prompt, count) if ladder is None else expected_on(ladder, prompt, count)
+        count, window = chance.randint(1, 24), chance.choice((0, 40))
+        wanted[number] = expected_on(ladder, prompt, count) if ladder else expected(prompt, count, window)
         prophet.texts += [[*prompt, *wanted[number]]] * chance.randint(0, 1)
-        mode = "exact" if ladder is None else f"exact_first={ladder.first},exact_last={ladder.last}"
+        mode = f"window={window}" if window else "exact"
+        mode = f"exact_first={ladder.first},exact_last={ladder.last}" if ladder else mode
         rig.submit(number, prompt, count, kv_mode=mode, priority=chance.randint(0, 2))
         for _ in range(chance.randint(0, 9)):
             rig.turn()

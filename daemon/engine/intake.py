@@ -21,7 +21,7 @@ from tierd.daemon.engine.embed import EmbedArgs, Embedding, Pooling
 from tierd.daemon.engine.fill_in import fill_in
 from tierd.daemon.engine.guide import Guides
 from tierd.daemon.engine.guide_grammar import chosen, grammar_of
-from tierd.daemon.engine.ladder import Rungs, page_salt
+from tierd.daemon.engine.ladder import Rungs, checked, page_salt
 from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.request import Request, Times
 from tierd.daemon.engine.sampler import Params, Sampler, settle
@@ -332,7 +332,7 @@ class Intake:
         if mode is None:
             return None, None
         if mode.exact_last:
-            return None, self._ladder(submit, Ladder(mode.exact_first, mode.exact_last))
+            return None, checked(mode, self.facts.ladder, submit.beam_width)
         if not self.facts.bounded:
             raise Unsupported(
                 f"kv_mode {mode} is not there on the card yet", hint='leave it out, or "exact"', param="kv_mode"
@@ -345,20 +345,6 @@ class Intake:
                 hint="choose a smaller window", param="kv_mode",
             )  # fmt: skip
         return mode.fitted(self.facts.windows), None
-
-    def _ladder(self, submit: Submit, ladder: Ladder) -> Ladder:
-        if submit.beam_width:
-            raise Unsupported("beam search keeps no exact copies", hint="leave kv_mode out", param="kv_mode")
-        most = self.facts.ladder
-        if most is None or ladder.first > most.first or ladder.last > most.last:
-            held = "none" if most is None else f"the first {most.first} tokens and a block of {most.last}"
-            raise BadRequest(
-                f"kv_mode asks for the first {ladder.first} tokens and a block of {ladder.last} to be exact; there is "
-                f"memory for {held}",
-                hint=f"start it with --kv-exact-first {ladder.first} --kv-exact-last {ladder.last} and a packed "
-                "--kv-format, or ask for less", param="kv_mode",
-            )  # fmt: skip
-        return ladder
 
     def _limit(self, ctx: int | None, mode: KvMode | None = None) -> int:
         if ctx is not None and ctx > self.facts.context:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierd.daemon.engine.batch import Addresses, Rows
+from tierd.daemon.errors import BadRequest, Unsupported
 from tierd.daemon.kv_mode import KvMode
 from tierd.kernels.rows import Ladder
 from tierd.tiers.exact import Copy, ExactPages
@@ -190,6 +191,22 @@ def blocks(ladder: Ladder, start: int, stop: int, most: int) -> Iterator[Span]:
         end = min(stop, ladder.block(start) + ladder.last, start + most)
         yield start, end
         start = end
+
+
+def checked(mode: KvMode, most: Ladder | None, beam_width: int) -> Ladder:
+    """The ladder that a request names. Raises BadRequest where it can't be; `most`: that there is memory for."""
+    ladder = Ladder(mode.exact_first, mode.exact_last)
+    if beam_width:
+        raise Unsupported("beam search keeps no exact copies", hint="leave kv_mode out", param="kv_mode")
+    if most is None or ladder.first > most.first or ladder.last > most.last:
+        held = "none" if most is None else f"the first {most.first} tokens and a block of {most.last}"
+        raise BadRequest(
+            f"kv_mode asks for the first {ladder.first} tokens and a block of {ladder.last} to be exact; there is "
+            f"memory for {held}",
+            hint=f"start it with --kv-exact-first {ladder.first} --kv-exact-last {ladder.last} and a packed "
+            "--kv-format, or ask for less", param="kv_mode",
+        )  # fmt: skip
+    return ladder
 
 
 def page_salt(salt: bytes, ladder: Ladder | None) -> bytes:

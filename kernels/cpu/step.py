@@ -289,9 +289,8 @@ class CpuDecoder:
         if not self._team.close.alive:
             raise ValueError("the decoder is closed")
         placed = place(batch, bounds, self.shape.vocab, self.context, self.max_rows, self._far is not None)
-        if exact is None:
-            return placed
-        check_exact(exact, batch, bounds, self.layout)
+        if exact is not None:
+            check_exact(exact, batch, bounds, self.layout)
         return placed._replace(exact=exact)
 
     def _opened(self) -> tuple[Batch, int]:

@@ -123,8 +123,8 @@ class CpuDecoder:
         layer's window, or with `bounds` [sequences, 4] what `kernels.rows.Bound` says. The rows of a sequence are
         adjacent and ascending. The other index arrays are int32. `between` is called before each layer; what it
         raises ends the pass. Of the rows `observed`, none of them with a window or sinks, `masses` tells afterwards.
-        `exact` copies are for sequences without a bound. Raises ValueError, before any memory is touched, for what doesn't fit. Drops
-        a pass by layers that is not finished.
+        `exact` copies are for sequences without a bound. Raises ValueError, before any memory is touched, for what
+        doesn't fit. Drops a pass by layers that is not finished.
         """
         placed = self._place(Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds, exact)
         check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))

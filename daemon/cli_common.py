@@ -227,6 +227,19 @@ def draft_shown(draft: object) -> str:
     return f"{text}, {draft.get('right_drafts', 0):,} of {draft['drafted_tokens']:,} guessed tokens were right"
 
 
+def card_shown(told: object) -> str:
+    """`1.5 GB of pages gave way: others hold 18.2 GB, 2.1 GB are free`; empty where nobody watches a card."""
+    if not isinstance(told, dict) or not told:
+        return ""
+    if told.get("state") == "off":
+        return f"not watched any more: {shown(str(told.get('reason')))}"
+    if "free_bytes" not in told:
+        return "watched, when an engine computes on it"
+    given = told.get("yielded_bytes")
+    gave = f"{human_bytes(given)} of pages gave way" if given else "no page had to give way"
+    return f"{gave}: others hold {human_bytes(told.get('others_bytes'))}, {human_bytes(told['free_bytes'])} are free"
+
+
 def exclusive_shown(told: object) -> str:
     """`a batch is alone with alpha, 64 at once: 12 of 100 requests, 5m left`; empty when none is."""
     if not isinstance(told, dict):

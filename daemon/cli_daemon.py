@@ -9,6 +9,7 @@ import click
 
 from tierd.daemon import paths
 from tierd.daemon.cli_common import (
+    card_shown,
     connect,
     connect_if_running,
     draft_shown,
@@ -150,6 +151,8 @@ def _show_status(state: dict[str, Any], socket: Path) -> None:
     ]
     if text := exclusive_shown(state.get("exclusive")):
         rows.append(("batch", text))
+    if text := card_shown(state.get("card")):
+        rows.append(("card", text))
     engines = [engine for engine in state.get("engines") or [] if isinstance(engine, dict)]
     for engine in engines:
         rows += [("notice", shown(str(text))) for text in engine.get("notices") or []]

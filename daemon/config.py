@@ -109,6 +109,14 @@ class Settings:
         default=200 * 10**9,
         metadata=_setting("bytes of pages written to the disk in a day (UTC) at most, 0: no bound", size_bytes),
     )
+    yield_device_mem: int = field(
+        default=0,
+        metadata=_setting(
+            "bytes of a card's memory that stay free for other programs: pages give way when those take memory, and "
+            "come back when they leave it; 0: nobody watches",
+            size_bytes,
+        ),
+    )
     threads: int = field(default=0, metadata=_setting("threads that compute, 0: every core", count(0, 1024)))
     kv_format: str = field(
         default="fp32", metadata=_setting(

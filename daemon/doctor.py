@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from tierd.daemon.card import CardError, CardReader, Nvml
 from tierd.daemon.config import Settings, resolve_sizes, split_listen
 from tierd.daemon.errors import BadConfig, TierdError
 from tierd.daemon.keys import check_reach
@@ -74,6 +75,7 @@ def examine(
     yield cpu_finding(platform.machine(), _cpu_flags(), threads)
     yield memory_finding(machine)
     yield gpu_finding(_nvidia_smi)
+    yield from card_findings(settings)
     yield memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield directory_finding("models", settings.models_dir)
@@ -156,6 +158,18 @@ def gpu_finding(ask: Callable[[], str | None]) -> Finding:
         return Finding("gpu", State.NOTE, "no NVIDIA card, or no driver: tierd computes on the processors")
     return Finding("gpu", State.NOTE, f"{found}; tierd computes on the processors all the same",
                    "`tierd plan MODEL --gpu NAME` tells what a card would bring")  # fmt: skip
+
+
+def card_findings(settings: Settings, open_card: Callable[[], CardReader] = Nvml) -> Iterator[Finding]:
+    """Whether a card can be watched, where that is wanted: without it the daemon does not start."""
+    if not settings.yield_device_mem:
+        return
+    try:
+        open_card().close()
+    except CardError as exc:
+        yield Finding("watched card", State.PROBLEM, str(exc), "leave --yield-device-mem at 0")
+    else:
+        yield Finding("watched card", State.OK, f"{human_bytes(settings.yield_device_mem)} stay free for others")
 
 
 def memlock_finding(soft: int) -> Finding:

@@ -1,4 +1,4 @@
-"""What an engine process is told: its config, made of the settings for one model."""
+"""What the front tells an engine process: settings and sizes as one frozen map, handed over as JSON."""
 
 from __future__ import annotations
 

@@ -11,13 +11,16 @@ import logging
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from tierd.daemon import keys
+from tierd.daemon.card import CardError, CardReader, Nvml
+from tierd.daemon.card_watch import CardWatch
 from tierd.daemon.child import WORKER
 from tierd.daemon.config import Settings, split_listen
 from tierd.daemon.door import Door
-from tierd.daemon.errors import Conflict, Draining, TierdError
+from tierd.daemon.errors import BadConfig, Conflict, Draining, TierdError
 from tierd.daemon.exclusive import Exclusive
 from tierd.daemon.heart import Heart
 from tierd.daemon.metrics import Metrics
@@ -40,27 +43,30 @@ ENGINES_S = 4.5  # until engines are killed
 DOOR_CHECK_S = 5.0  # between two looks whether the socket file is there; a look costs microseconds
 
 
-def serve(settings: Settings, *, command: tuple[str, ...] = WORKER) -> int:
-    """Run the daemon until a signal or a `stop`. Returns the exit code.
+def serve(
+    settings: Settings, *, command: tuple[str, ...] = WORKER, open_card: Callable[[], CardReader] = Nvml
+) -> int:
+    """Run the daemon until a signal or a `stop`. Returns the exit code. `open_card`: for settings that watch one.
 
     Raises, before anything runs: AlreadyRunning, PermissionDenied, BadConfig (also for an address that other machines
-    reach without a key), Conflict (the HTTP port is taken).
+    reach without a key, and for a card that is to be watched and can't), Conflict (the HTTP port is taken).
     """
     _allow_many_files()
     with contextlib.ExitStack() as stack:
         door = Door(settings.socket)  # first: a second daemon must learn of the first one, not of a taken port
         stack.callback(door.close)
         keys.check_reach(settings)
+        card = _watched_card(settings, open_card)
         web_socket = _listen(settings.listen)
         if web_socket is not None:
             stack.callback(web_socket.close)
-        return asyncio.run(_Daemon(settings, command).run(door, web_socket))
+        return asyncio.run(_Daemon(settings, command, card).run(door, web_socket))
 
 
 class _Daemon:
     """One run. Threading: for one event loop."""
 
-    def __init__(self, settings: Settings, command: tuple[str, ...]) -> None:
+    def __init__(self, settings: Settings, command: tuple[str, ...], card: CardReader | None) -> None:
         self._settings = settings
         metrics, prepare = Metrics(), Preparer(settings)
         self._supervisor = Supervisor(
@@ -74,7 +80,11 @@ class _Daemon:
             on_end=prepare.give_back,
         )
         exclusive = Exclusive(self._supervisor, prepare.plan_block, prepare.give_block)
-        self._service = Service(settings, self._supervisor, metrics, prepare.resize, exclusive)
+        self._card: CardWatch | None = None
+        if card is not None:
+            self._card = CardWatch(card, settings.yield_device_mem, self._supervisor, prepare)
+        told = dict if self._card is None else self._card.told
+        self._service = Service(settings, self._supervisor, metrics, prepare.resize, exclusive, told)
         self._server = Server(self._service)
         self._signals = 0
 
@@ -89,6 +99,7 @@ class _Daemon:
         log.info("listening at %s", door.path)
         keep_alive = asyncio.create_task(self._supervisor.keep_alive(), name="keep-alive")
         watch = asyncio.create_task(self._watch(door), name="door")
+        card = None if self._card is None else asyncio.create_task(self._card.run(), name="card")
         heart: asyncio.Task[None] | None = None
         web: Any = None
         code = 0
@@ -105,7 +116,7 @@ class _Daemon:
                     code = 1
             stop.cancel()
         finally:
-            for running in (keep_alive, watch, heart):
+            for running in (keep_alive, watch, card, heart):
                 if running is not None:
                     running.cancel()
             await self._stop(web)
@@ -169,6 +180,20 @@ class _Daemon:
         self._signals += 1
         log.info("got %s", signal.Signals(number).name)
         self._service.stop_asked.set()
+
+
+def _watched_card(settings: Settings, open_card: Callable[[], CardReader]) -> CardReader | None:
+    """The card whose memory pages are to give way for; None where they are not to. Raises BadConfig."""
+    if not settings.yield_device_mem:
+        return None
+    try:
+        return open_card()
+    except CardError as exc:
+        raise BadConfig(
+            f"yield_device_mem is set, and the card can't be watched: {exc}",
+            hint="leave --yield-device-mem at 0: without a card nobody else takes what pages lie in",
+            param="yield_device_mem",
+        ) from None
 
 
 def _address(sock: socket.socket) -> str:

@@ -83,8 +83,10 @@ class Metrics:
         if restore_ms := timings.get("restore_ms", 0.0):  # pages in memory are read where they lie
             self._restore.add(restore_ms / 1e3)
 
-    def render(self, live: int, engines: Iterable[Mapping[str, Any]], uptime_s: float) -> str:
-        """The text of `/metrics`. `engines`: as in the answer to `status`."""
+    def render(
+        self, live: int, engines: Iterable[Mapping[str, Any]], uptime_s: float, card: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text of `/metrics`. `engines`, `card`: as in the answer to `status`."""
         text = _Text()
         text.family("tierd_uptime_seconds", "gauge", "Time since the daemon started.", [({}, uptime_s)])
         text.family("tierd_live_requests", "gauge", "Generations that run or wait.", [({}, live)])
@@ -110,6 +112,8 @@ class Metrics:
         text.family("tierd_resumed_requests_total", "counter", what, [({}, self.resumed_streams)])
         self._render_histograms(text)
         _render_engines(text, list(engines))
+        if card:
+            _render_card(text, card)
         return text.done()
 
     def _render_histograms(self, text: _Text) -> None:
@@ -176,6 +180,13 @@ _OF_LINKS = {
     "tierd_link_errors_total": ("counter", "Transfers that failed.", "errors"),
     "tierd_link_queued": ("gauge", "Transfers that wait or run.", "queued"),
 }
+_OF_CARD = {
+    "tierd_card_free_bytes": ("gauge", "Memory of the card that nobody uses.", "free_bytes"),
+    "tierd_card_others_bytes": ("gauge", "Memory of the card that other programs hold.", "others_bytes"),
+    "tierd_card_yielded_bytes": ("gauge", "Memory that pages have given to them.", "yielded_bytes"),
+    "tierd_card_yields_total": ("counter", "How often an engine's pages gave memory.", "yields"),
+    "tierd_card_returns_total": ("counter", "How often they took some back.", "returns"),
+}
 
 
 def _render_engines(text: _Text, engines: Sequence[Mapping[str, Any]]) -> None:
@@ -200,6 +211,13 @@ def _render_engines(text: _Text, engines: Sequence[Mapping[str, Any]]) -> None:
             for link, stats in sorted(_map(engine.get("links")).items()):
                 samples += _sample({"model": engine["model"], "link": link}, _map(stats).get(name))
         text.family(family, kind, what, samples)
+
+
+def _render_card(text: _Text, card: Mapping[str, Any]) -> None:
+    watched = int(card.get("state") != "off")
+    text.family("tierd_card_watched", "gauge", "1 while other programs' use of the card is watched.", [({}, watched)])
+    for family, (kind, what, name) in _OF_CARD.items():
+        text.family(family, kind, what, _sample({}, card.get(name)))
 
 
 def _at(status: Mapping[str, Any], place: str) -> object:

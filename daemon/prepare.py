@@ -77,6 +77,7 @@ class Preparer:
         self._one_at_a_time = asyncio.Lock()
         self._held: dict[str, Held] = {}
         self._resized: dict[str, dict[str, int]] = {}  # models, and what somebody gave them by hand
+        self._yielded: dict[str, int] = {}  # those that have less on the device than is booked, and how much
         self._blocks: dict[str, Block] = {}  # models whose next engine is for a batch alone
         self._needs: dict[str, _Need] = {}  # of those in `_held`
         self._resizes: set[asyncio.Task[dict[str, Any]]] = set()  # at most one: they hold the lock
@@ -186,7 +187,26 @@ class Preparer:
         arenas = Arenas(sizes.get("device_bytes", device), sizes.get("host_bytes", host))
         self._cap = Arenas(self._cap.device + arenas.device - device, self._cap.host + arenas.host - host)
         self._held[engine.model] = held._replace(arenas=arenas, weights=sizes.get("weights_bytes", held.weights))
+        if "device_bytes" in sizes:
+            self._yielded.pop(engine.model, None)
         return told
+
+    def device_bytes(self, name: str) -> int | None:
+        """What a model that runs may have on the device."""
+        held = self._held.get(name)
+        return None if held is None else held.arenas.device
+
+    async def yield_device(self, engine: EngineProcess, device_bytes: int) -> None:
+        """Have an engine use less of its part of the device, or all of it again; booked it stays. Raises TierdError."""
+        async with self._one_at_a_time:
+            booked = self.device_bytes(engine.model)
+            if booked is None or engine.state is not EngineState.READY:
+                raise EngineFailed(f"the engine of {engine.model} has ended", hint=LOGS_HINT)
+            wanted = min(device_bytes, booked)
+            await engine.call("resize", {"device_bytes": wanted, "timeout_s": RESIZE_S}, 2 * RESIZE_S)
+            self._yielded[engine.model] = wanted
+            if wanted == booked:
+                del self._yielded[engine.model]
 
     async def _weights_bytes(self, engine: EngineProcess, before_bytes: int) -> int:
         """The weights that an engine has in memory; `before_bytes` when it does not say."""
@@ -202,6 +222,7 @@ class Preparer:
         """Forget what all other engines had."""
         self._held = {name: held for name, held in self._held.items() if name in names}
         self._needs = {name: need for name, need in self._needs.items() if name in names}
+        self._yielded = {name: size for name, size in self._yielded.items() if name in names}
 
     def _auto_bytes(self, name: str, size: str) -> int:
         """One of the sizes of a running engine as the daemon would choose it, beside the others that run."""
@@ -323,7 +344,8 @@ class Preparer:
             held, engine = self._held[name], engines.get(name)
             if engine is None or engine.state is not EngineState.READY or arenas == held.arenas:
                 continue
-            args = {"device_bytes": arenas.device, "host_bytes": arenas.host, "timeout_s": RESIZE_S}
+            device_bytes = min(arenas.device, self._yielded.get(name, arenas.device))
+            args = {"device_bytes": device_bytes, "host_bytes": arenas.host, "timeout_s": RESIZE_S}
             try:
                 await engine.call("resize", args, 2 * RESIZE_S)
             except TierdError as exc:

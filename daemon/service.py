@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,11 +57,15 @@ _REFUSALS = (BadRequest, NotFound, Conflict, TryLater, Unauthorized, PermissionD
 
 
 class Service:
-    """The use-cases. `resize` changes the memory of an engine. Threading: for one event loop."""
+    """The use-cases. `resize` changes the memory of an engine; `card`: what is told of a card that is watched.
+
+    Threading: for one event loop.
+    """
 
     def __init__(
-        self, settings: Settings, supervisor: Supervisor, metrics: Metrics, resize: Resize, exclusive: Exclusive
-    ) -> None:
+        self, settings: Settings, supervisor: Supervisor, metrics: Metrics, resize: Resize, exclusive: Exclusive,
+        card: Callable[[], dict[str, Any]] = dict,
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.shelf = Shelf(settings)
         self.exclusive = exclusive
@@ -74,6 +78,7 @@ class Service:
         self.history = supervisor.history
         self._supervisor = supervisor
         self._resize = resize
+        self._card = card
         self._started_s = time.monotonic()
         self._admission = Admission(self.tenants, settings.max_streams + settings.max_queue, supervisor.changed.notify)
         self._places: dict[Generation, Place] = {}
@@ -333,6 +338,7 @@ class Service:
             "tiers": latest.status.get("tiers", {}) if latest else {},
             "engines": rows,
             "exclusive": self.exclusive.told(),
+            "card": self._card(),
             "queue": {
                 "live": self.live, "running": running, "waiting": max(0, self.live - running),
                 "max": self.settings.max_queue,
@@ -342,7 +348,7 @@ class Service:
     async def metrics_text(self) -> str:
         """The text of `/metrics`."""
         status = await self.status()
-        return self.metrics.render(self.live, status["engines"], status["uptime_s"])
+        return self.metrics.render(self.live, status["engines"], status["uptime_s"], status["card"])
 
     def _row(self, engine: EngineProcess) -> dict[str, Any]:
         return engine_row.row(engine, self._supervisor.idle_s(engine), self._supervisor.expires_in_s(engine))

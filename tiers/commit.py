@@ -144,12 +144,12 @@ class Committer:
             if number in kept:
                 if not node.readable or copies == most or 2 * device.counts[SlotState.PRIVATE] >= device.slots:
                     return 0
-                slot = device.alloc(SlotState.PRIVATE)
-                if slot is None:
+                copy = device.alloc(SlotState.PRIVATE)
+                if copy is None:
                     return most - copies
                 host = self._residency.host
-                device.array[slot] = device.array[node.device] if node.device >= 0 else host.array[node.host]
-                lease.sparse, lease.private = [number, *lease.numbers], [slot, *lease.private]
+                device.array[copy] = device.array[node.device] if node.device >= 0 else host.array[node.host]
+                lease.sparse, lease.private = [number, *lease.numbers], [copy, *lease.private]
                 copies += 1
             else:
                 lease.sparse = lease.numbers

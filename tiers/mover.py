@@ -190,6 +190,7 @@ class Mover:
         self._submitted = 0
         self._outstanding = 0
         self._awaited = 0
+        self._pending: set[Job] = set()  # what `wait_for` waits for
         self._closing = False
         self._dead: MoverClosed | None = None
         self._meters = {link: LinkMeter() for link in Link}
@@ -281,16 +282,11 @@ class Mover:
         """Waits until all these awaited jobs have ended, one way or another; False if they have not in time.
 
         Whoever computes stands still meanwhile: that is counted for their links."""
-        pending = list(jobs)
-
-        def ended() -> bool:
-            while pending and pending[-1].completion is not None:
-                pending.pop()
-            return not pending
-
         with self._lock:
-            start_s, late = self._clock(), {job.link for job in pending if job.completion is None}
-            in_time = self._arrived.wait_for(ended, min(timeout_s, threading.TIMEOUT_MAX))
+            self._pending = {job for job in jobs if job.completion is None}
+            start_s, late = self._clock(), {job.link for job in self._pending}
+            in_time = self._arrived.wait_for(lambda: not self._pending, min(timeout_s, threading.TIMEOUT_MAX))
+            self._pending = set()
             for link in late:
                 self._meters[link].hold_up(self._clock() - start_s)
             return in_time
@@ -334,6 +330,9 @@ class Mover:
         self._meters[job.link].settle(urgent=job.urgent)
         if job.awaited:
             self._awaited -= 1
+            self._pending.discard(job)
+            if self._pending:
+                return  # whoever waits is woken once, by the last of these jobs
         else:
             self._done.append(completion)
         self._arrived.notify_all()

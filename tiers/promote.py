@@ -35,6 +35,10 @@ DAMAGE_EVERY_S = 60.0  # between two notices of pages that failed their check
 # In flight at once: enough for a disk to work through a step of the model, and a job for each of its reader threads.
 # With 128 the disk had too little to do while this thread took in what had come (measured: 0.76 of its rate, 0.9 now).
 MAX_LOADS = 256
+# And no more than the disk reads in this time: what a read has begun to fill is nobody's until it ends, also when its
+# request has long computed the page, and a very slow disk would hold those slots for minutes.
+_AHEAD_S = 1.0
+_LEAST_LOADS = 8
 _REFILL_PAGES = 8  # streamed pages that may be on their way back to memory at once
 
 
@@ -61,6 +65,7 @@ class Promoter:
         self.fetching: dict[Lease, None] = {}  # in the order of their fetches: the first gets free slots first
         self.misses: Counter[str] = Counter()  # pages that were found and did not arrive, by reason
         self.damaged_pages = 0  # of the store: they could not be read, or were not what they should be
+        self._most_loads = MAX_LOADS
         self._told_damaged = 0
         self._told_damaged_s = float("-inf")
         self._notify = notify
@@ -77,6 +82,8 @@ class Promoter:
         lease.state = LeaseState.LIVE
         lease.deadline_s = deadline_s
         lease.next_load = max(lease.absent, default=NOWHERE)
+        if lease.absent:
+            self._most_loads = self._loads_ahead()
         self.fetching[lease] = None
         self._advance(lease)
 
@@ -224,7 +231,7 @@ class Promoter:
         lease.absent -= {
             place for place in lease.absent if lease.nodes[place].readable and place not in lease.filling
         }
-        while lease.loading and lease.next_load >= 0 and self.loader.in_flight < MAX_LOADS:
+        while lease.loading and lease.next_load >= 0 and self.loader.in_flight < self._most_loads:
             place = lease.next_load
             if place in lease.absent and not self._load(lease, place):
                 break
@@ -235,6 +242,12 @@ class Promoter:
         self.loader.flush()
         if not lease.absent and lease.tail is None:
             self.fetching.pop(lease, None)
+
+    def _loads_ahead(self) -> int:
+        rate = self._mover.statistics()[Link.DISK_READ].bytes_per_s
+        if not rate:
+            return MAX_LOADS
+        return min(max(int(rate * _AHEAD_S / self._residency.device.record_bytes), _LEAST_LOADS), MAX_LOADS)
 
     def _load(self, lease: Lease, place: int) -> bool:
         """Starts to load an absent page, or finds that it need not be; False to try again later."""

@@ -100,17 +100,27 @@ class WeightRing:
         self.hits[number] += held is not None and not self._slots[held].busy
         self._period_s += _MEMORY * (min(start_s - self._taken_s, _MAX_PERIOD_S) - self._period_s)
         self._taken_s = start_s
-        order, place = self._order, self._order.index(number)
-        window = [order[(place + ahead) % len(order)] for ahead in range(min(self._ahead, len(order)))]
-        for ahead, wanted in enumerate(window):
-            self._read(wanted, window, start_s + ahead * self._period_s)
+        window = self._read_on(self._order.index(number), start_s)
         slot = self._wait(number, window, deadline_s)
         self._waited_s += self._clock() - start_s
         return slot
 
+    def end(self) -> None:
+        """The pass that took the last piece is over: its slot is free, for what the next one needs."""
+        if self._ahead > 1:
+            self._read_on(0, self._clock())
+
     def close(self) -> bool:
         """Cancel the reads that wait, and wait for those that run; False when one is stuck and may still write."""
         return self._reads.close(self._slots)
+
+    def _read_on(self, place: int, start_s: float) -> list[int]:
+        """Have the pieces from a place in the order on their way, as many as there are slots for; which these are."""
+        order = self._order
+        window = [order[(place + ahead) % len(order)] for ahead in range(min(self._ahead, len(order)))]
+        for ahead, wanted in enumerate(window):
+            self._read(wanted, window, start_s + ahead * self._period_s)
+        return window
 
     def _holder(self, number: int) -> int | None:
         return next((place for place, slot in enumerate(self._slots) if slot.number == number), None)

@@ -90,6 +90,7 @@ class Engine:
     prefixes: Prefixes
     top: TopBoard
     weights: ModelWeights
+    on_card: bool  # its device arena is memory of a card
     position_tokens: int  # what the position tables reach: no sequence is longer, however its memory grows
     notes: tuple[str, ...]
     resources: contextlib.ExitStack
@@ -157,8 +158,8 @@ def _build(
     notes += store_notes
     if store is not None:
         closing_last.callback(store.close)
-    capacity = slots + host_slots + (store.capacity_slots if store is not None else 0)
-    capacity_tokens = capacity * layout.page_tokens
+    stored = store.capacity_slots if store is not None else 0
+    capacity_tokens = (slots + host_slots + stored) * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
     device, host = arenas(slots, host_slots, layout, backend)
@@ -204,7 +205,7 @@ def _build(
     foresight = None if backend.on_card else Foresight(config, manifest, threads, context)
     top = TopBoard(streams, pager, prefixes, config.kv_format, Beside(board.figures, weights, foresight))
     return Engine(
-        manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights,
+        manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights, backend.on_card,
         position_tokens, tuple(notes), resources,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ Masses = npt.NDArray[np.float64]  # [rows, pages or more]
 Numbers = npt.NDArray[np.int64]
 
 OBSERVED_TOKENS = 32  # before the first bounded row
-FADING = 0.9  # of what was observed, with every page
+FADING = 0.97  # of what was observed, with every page
 
 
 class Heavy:

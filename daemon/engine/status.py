@@ -158,6 +158,8 @@ class StatusBoard:
         for name, tier in (("device", stats.device), ("host", stats.host), ("nvme", stats.nvme)):
             self._high[name] = max(self._high.get(name, 0), tier.total_pages - tier.free_pages)
             tiers[name] = _gauges(tier) | {"high_water_pages": self._high[name]}
+        needed = self._pager.resizer.needed()[0]
+        tiers["device"] |= {"needed_pages": needed, "needed_bytes": needed * stats.device.page_bytes}
         tiers["device"]["evict_at_pages"] = stats.device.total_pages - self._pager.evictor.reserve
         weights: dict[str, Any] = msgspec.to_builtins(self._weights())
         if "memory_bytes" in weights:

@@ -159,6 +159,7 @@ class _Worker:
             "model": engine.model,
             "context": engine.context,
             "namespace": engine.namespace,
+            "on_card": engine.on_card,
             "start_ms": round((time.monotonic() - self._started_s) * 1000.0, 1),
         }
         self._link.send(Event(0, "ready", data))

@@ -64,6 +64,7 @@ class Work(NamedTuple):
         attend_s: all attention, on the device.
         host_attend_s: all attention, on the CPU beside a card.
         kv_ring_bytes: of the device, for all pages to pass through; for a part of them so much less.
+        kv_parts: pages are streamed in so many parts, each of some layers; 0: layer by layer.
     """
 
     fixed_bytes: int
@@ -77,6 +78,11 @@ class Work(NamedTuple):
     attend_s: float
     host_attend_s: float = 0.0
     kv_ring_bytes: float = 0.0
+    kv_parts: int = 0
+
+    def filling_s(self, weights_s: float, pages_s: float) -> float:
+        """The time of the first parts, of what the disk takes for all of them."""
+        return weights_s / self.layers + pages_s / (self.kv_parts or self.layers)
 
 
 class Placement(NamedTuple):
@@ -124,8 +130,9 @@ def seconds(work: Work, machine: Machine, at: Placement) -> Seconds:
         moved = (at.host + at.disk) * work.step_bytes
         moved += (at.kv_host - at.kv_attended + at.kv_disk) * work.kv_bytes
         link_s = moved / machine.link_bytes_per_s
-    disk_s = weights / machine.disk_bytes_per_s + pages / machine.page_disk_bytes_per_s
-    return Seconds(device_s, at.kv_attended * work.host_attend_s, link_s, disk_s, disk_s / work.layers)
+    weights_s, pages_s = weights / machine.disk_bytes_per_s, pages / machine.page_disk_bytes_per_s
+    filling_s = work.filling_s(weights_s, pages_s)
+    return Seconds(device_s, at.kv_attended * work.host_attend_s, link_s, weights_s + pages_s, filling_s)
 
 
 class Use(NamedTuple):

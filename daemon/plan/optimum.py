@@ -71,7 +71,7 @@ def program(
     host_bytes = machine.host_bytes - work.fixed_host_bytes
     weights_s, pages_s = step / machine.disk_bytes_per_s, kv / machine.page_disk_bytes_per_s  # of the disk, for all
     costs = [0.0] * 8
-    costs[_TIME], costs[_DISK], costs[_KV_DISK] = 1.0, weights_s / work.layers, pages_s / work.layers
+    costs[_TIME], costs[_DISK], costs[_KV_DISK] = 1.0, work.filling_s(weights_s, 0.0), work.filling_s(0.0, pages_s)
     open_share, closed = (0.0, 1.0), (0.0, 0.0)
     bounds = [
         (0.0, 1.0) if streamed else (1.0, 1.0),

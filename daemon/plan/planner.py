@@ -49,6 +49,7 @@ class Task:
         host_s_per_byte: of attention in CPU memory beside a card.
         placed: where the weights of a prepared model lie on this machine, which is decided then.
         kv_ring: bytes of the device that each byte of pages on disk needs, to pass through.
+        kv_parts: in so many parts pages on disk pass in a step; 0: layer by layer.
     """
 
     shape: Shape
@@ -65,6 +66,7 @@ class Task:
     host_s_per_byte: float = 0.0
     placed: PlacedWeights | None = None
     kv_ring: float = 0.0
+    kv_parts: int = 0
 
     @property
     def context(self) -> int:
@@ -186,6 +188,7 @@ def work_of(task: Task, format: Format, streams: int) -> Work:
         attend_s=processor.attend_s(shape, streams, middle, format.kv, prompt=False),
         host_attend_s=kv_bytes * task.host_s_per_byte,
         kv_ring_bytes=kv_bytes * task.kv_ring,
+        kv_parts=task.kv_parts or len(weights.layers),
     )
     if placed is None:
         return work

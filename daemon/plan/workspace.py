@@ -29,6 +29,7 @@ class EngineBytes(NamedTuple):
     """What an engine allocates. Slots count pages.
 
     `ring_share`: of the staging ring, for each byte of pages that a step streams; the ring is there only meanwhile.
+    `stream_parts`: in so many parts these pages come.
     """
 
     page: int
@@ -45,6 +46,7 @@ class EngineBytes(NamedTuple):
     logits: int  # of a step in which every stream draws a token
     exact: int  # copies of tokens that are packed as well
     ring_share: float
+    stream_parts: int
 
     @property
     def workspace(self) -> int:
@@ -80,6 +82,7 @@ def engine_bytes(
         logits=max_streams * padded(spec.vocab) * 4,
         exact=exact_bytes(spec, ladder, max_batch, max_streams),
         ring_share=ring_bytes(layout, 1) / page,
+        stream_parts=stream_parts(layout),
     )
 
 
@@ -106,12 +109,21 @@ def slot_bytes(layout: PageLayout) -> int:
 
 def ring_bytes(layout: PageLayout, streamed_pages: int) -> int:
     """Memory of the staging ring for so many streamed pages."""
-    sections = min(max(1, STAGE_READ_BYTES // layout.layer_bytes), layout.num_layers)
-    stages = min(STAGES, -(-layout.num_layers // sections))
+    sections = _stage_sections(layout)
+    stages = min(STAGES, stream_parts(layout))
     span = sections * layout.layer_bytes
     if layout.layer_bytes % SLOT_BLOCK_BYTES:
         span = _up(span + SLOT_BLOCK_BYTES - 1, SLOT_BLOCK_BYTES)  # a section starts anywhere in a block
     return stages * streamed_pages * span
+
+
+def stream_parts(layout: PageLayout) -> int:
+    """In how many parts, one behind the other, the streamed pages of a step are read."""
+    return -(-layout.num_layers // _stage_sections(layout))
+
+
+def _stage_sections(layout: PageLayout) -> int:
+    return min(max(1, STAGE_READ_BYTES // layout.layer_bytes), layout.num_layers)
 
 
 def scratch_bytes(spec: ModelSpec, max_rows: int, threads: int) -> int:

@@ -7,7 +7,8 @@ once; the quotient of prediction and measurement is taken within the round, and 
 counts. A shared machine drifts within a round, too: a pass of one row and one of 64, timed when the machine is measured
 and again before and after each configuration, say by how much, and the predicted times of the processors are stretched
 by that (`--no-drift` leaves them alone). Decode is measured while all streams write, on prompts that the cache knows,
-the time to the first token with one new prompt alone. Bytes are compared exactly.
+the time to the first token with one new prompt alone. Nobody guesses tokens meanwhile: what that gains depends on the
+text, and no plan counts on it. Bytes are compared exactly.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Bench:
         before_s = self.speed() if self.drifts else self.reference_s
         with Live(
             self.model, self.work / f"kv-{name[:2]}{device}", device=device, host=host, nvme=nvme, context=CONTEXT,
-            kv_format=wanted.kv_format, weights_bytes=wanted.weights_bytes,
+            kv_format=wanted.kv_format, weights_bytes=wanted.weights_bytes, speculate="off",
         ) as live:  # fmt: skip
             self._check_bytes(live, sizes, limits)
             run(live, [self._prompt(64)], 8)

@@ -161,7 +161,7 @@ def child(options: argparse.Namespace) -> None:
     figures: dict[str, Any] = {"answers": {}, "batches": {}}
     with tempfile.TemporaryDirectory(dir=REPOSITORY / ".cache") as work, Live(
         model, Path(work), device=4 * max(options.batches) + 16, nvme=0, context=128, max_streams=max(options.batches),
-        max_batch_rows=MAX_ROWS, weights_bytes=options.memory, requests=2 * max(options.batches),
+        max_batch_rows=MAX_ROWS, weights_bytes=options.memory, requests=2 * max(options.batches), speculate="off",
     ) as live:  # fmt: skip
         weights = live.engine.weights
         pass_bytes = weights.statistics().pass_bytes

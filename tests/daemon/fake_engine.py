@@ -109,6 +109,7 @@ class Fake:
     def __init__(self, config: dict, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.directory = Path(config["model_dir"])
         self.nvme_bytes, self.cache_dir = config["nvme_bytes"], config["cache_dir"]
+        self.device_bytes = config["device_bytes"]
         path = self.directory / "fake.json"
         self.options = json.loads(path.read_text()) if path.exists() else {}
         self.reader, self.writer = reader, writer
@@ -137,7 +138,10 @@ class Fake:
         store.mkdir(parents=True, exist_ok=True)
         self.lock = (store / "lock").open("w")
         fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.send(0, "ready", model=self.directory.name, context=4096, start_ms=1.0, namespace=namespace)
+        on_card = self.options.get("on_card", False)
+        self.send(
+            0, "ready", model=self.directory.name, context=4096, start_ms=1.0, namespace=namespace, on_card=on_card
+        )
         decoder = FrameDecoder()
         while data := await self.reader.read(65536):
             for message in decoder.feed(data):
@@ -157,7 +161,9 @@ class Fake:
                 self.send(request.id, "result")
             case "status":
                 nvme = {"cap_bytes": self.nvme_bytes}
-                tiers = {"device": {"total_pages": 8, "used_pages": 3}, "host": {}, "nvme": nvme}
+                device = {"total_pages": 8, "used_pages": 3, "total_bytes": self.device_bytes,
+                          "needed_bytes": self.options.get("needed_bytes", 0)}
+                tiers = {"device": device, "host": {}, "nvme": nvme}
                 status = {"state": "ready", "running": len(self.running), "waiting": 0, "tiers": tiers,
                           "cancelled": len(self.cancelled), "calls": self.calls}
                 self.send(request.id, "result", **(status | self.options.get("status", {})))
@@ -177,7 +183,10 @@ class Fake:
                 self.send(request.id, "result", action=request.args["action"], problems=[])
             case "resize" if "refuse_resize" in self.options:
                 self.send(request.id, "refused", code="out_of_space", message="running requests need it")
+            case "resize" if request.args.get("device_bytes", 1 << 60) < self.options.get("needs_bytes", 0):
+                self.send(request.id, "refused", code="out_of_space", message="running requests need more")
             case "resize":
+                self.device_bytes = request.args.get("device_bytes", self.device_bytes)
                 self.send(request.id, "result", **(request.args | {"args": request.args}))
             case "prefix" | "pages" | "top" | "page":
                 self.send(request.id, "result", args=request.args)

@@ -189,7 +189,7 @@ class Daemon:
     """`tierd serve` with fake engines, as a process."""
 
     def __init__(self, tmp_path: Path, **changes: Any) -> None:
-        known = {name: value for name, value in changes.items() if name not in ("times", "log")}
+        known = {name: value for name, value in changes.items() if name not in ("times", "log", "card")}
         settings = make_settings(tmp_path, **known)
         self.socket = settings.socket
         self.started_s = time.monotonic()

@@ -84,3 +84,12 @@ def test_a_draft_model_in_a_line() -> None:
     assert common.draft_shown(some) == "small, 138 MB, 640 of 1,000 guessed tokens were right"
     assert common.draft_shown(draft | {"off": "it failed: x"}) == "small, 138 MB, off: it failed: x"
     assert common.draft_shown({}) == common.draft_shown(None) == "-"
+
+
+def test_a_watched_card_in_a_line() -> None:
+    told = {"state": "watching", "free_bytes": 2 * 10**9, "others_bytes": 18 * 10**9, "yielded_bytes": 15 * 10**8}
+    assert common.card_shown(told) == "1.5 GB of pages gave way: others hold 18.0 GB, 2.0 GB are free"
+    assert common.card_shown({**told, "yielded_bytes": 0}).startswith("no page had to give way")
+    assert common.card_shown({"state": "off", "reason": "NVML: x"}) == "not watched any more: NVML: x"
+    assert common.card_shown({"state": "idle"}) == "watched, when an engine computes on it"
+    assert common.card_shown({}) == common.card_shown(None) == ""

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from front_harness import make_model, make_settings
+from made_up_card import MadeUpCard
 
 from tests.daemon.plan.scenes import MEASURED
 from tierd.daemon import doctor
+from tierd.daemon.card import CardError
 from tierd.daemon.doctor import State
 from tierd.daemon.errors import DaemonUnreachable
 from tierd.daemon.machine import Machine, total_memory_bytes
@@ -168,3 +170,15 @@ def test_an_address_that_another_program_has_is_found(tmp_path):
     (free,) = doctor.listen_findings(settings, lambda: None)
     assert free.state is doctor.State.OK
     assert list(doctor.listen_findings(make_settings(tmp_path, listen=""), lambda: None)) == []
+
+
+def test_a_card_that_is_to_be_watched(tmp_path: Path) -> None:
+    def refuse() -> Any:
+        raise CardError("NVML: Driver Not Loaded")
+
+    assert list(doctor.card_findings(make_settings(tmp_path))) == []
+    watched = make_settings(tmp_path, yield_device_mem=GB)
+    (bad,) = doctor.card_findings(watched, refuse)
+    assert bad.state is State.PROBLEM and "Not Loaded" in bad.text and bad.remedy
+    (good,) = doctor.card_findings(watched, lambda: MadeUpCard(int))
+    assert good.state is State.OK and "1.0 GB" in good.text

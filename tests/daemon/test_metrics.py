@@ -144,3 +144,13 @@ def test_what_was_drafted():
     assert [found[f"tierd_{name}"].samples[0].value for name in names] == [30, 20, 12, 9]
     assert found["tierd_draft_model_spent_seconds"].samples[0].value == 0.5
     assert found["tierd_draft_model_memory_bytes"].samples[0].value == 7
+
+
+def test_a_card_that_is_watched() -> None:
+    card = {"state": "watching", "free_bytes": 5, "others_bytes": 7, "yielded_bytes": 3, "yields": 2, "returns": 1}
+    text = Metrics().render(0, [], 1.0, card)
+    found = {family.name: family.samples[0].value for family in text_string_to_metric_families(text) if family.samples}
+    assert found["tierd_card_watched"] == 1 and found["tierd_card_yielded_bytes"] == 3
+    assert found["tierd_card_yields"] == 2 and found["tierd_card_others_bytes"] == 7
+    assert "tierd_card_watched 0" in Metrics().render(0, [], 1.0, {"state": "off"})
+    assert "tierd_card" not in Metrics().render(0, [], 1.0, {})

@@ -259,7 +259,7 @@ def live_at_random(rig: Rig, rng: random.Random, rounds: int) -> None:
 
 
 def stored(
-    *sequences: Sequence[int], device: int = 8, host: int = 0, capacity: int = 1024
+    *sequences: Sequence[int], device: int = 8, host: int = 0, capacity: int = 1024, mover: Mover | None = None
 ) -> tuple[Rig, MemoryStore]:
     """A fresh pager over a store that holds these sequences."""
     store = MemoryStore()
@@ -269,7 +269,7 @@ def stored(
     rig.pager.flush(rig.now_s + 1)
     rig.close()
     store.reads.clear()
-    return Rig(device=device, host=host, store=store, mover=ManualMover(1, capacity=capacity)), store
+    return Rig(device=device, host=host, store=store, mover=mover or ManualMover(1, capacity=capacity)), store
 
 
 def damaged(keys: Sequence[PageKey]) -> StagingLost:

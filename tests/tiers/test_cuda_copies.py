@@ -12,6 +12,7 @@ from tests.counts import counted
 from tests.tiers.fake_gpu import FakeGpu, bytes_at, put
 from tests.tiers.fakes import Rig, live_at_random
 from tests.tiers.stand_ins import MemoryStore
+from tierd.tiers.blocks import HostBlock
 from tierd.tiers.cuda_copies import CudaCopies
 from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock, pinned_array
 from tierd.tiers.gpu import DeviceRow, GpuError, HostRow, Stream
@@ -188,5 +189,32 @@ def test_a_pager_whose_device_is_a_card(seed: int) -> None:
     rng = random.Random(seed)
     live_at_random(rig, rng, counted(60, 20))
     assert rig.pager.writeback.written_pages and rig.pager.promoter.loader.loaded_pages
+    rig.check()
+    rig.close()
+
+
+def test_shrinking_a_cards_arena_frees_memory_of_the_card_under_a_lease() -> None:
+    gpu, record, tokens = FakeGpu(), 4096, list(range(1, 13))
+    copies = CudaCopies(gpu, gpu.new_stream(), bounce_bytes=2 * record)
+    mover = Mover(2, copy=copies.copy, crossing=copies)
+    make_blocks = (partial(DeviceBlock, gpu, chunk_bytes=2 * record), HostBlock)
+    rig = Rig(device=16, host=0, mover=mover, record_bytes=record, max_slots=16, make_blocks=make_blocks)
+    rig.serve(list(range(100, 150)))  # so that the lease gets high slots too
+    rig.pager.clear()
+    rig.serve(tokens)
+    lease = rig.start([*tokens, 1])
+    assert sum(gpu.mapped.values()) == 16 * record
+    said: list[str] = []
+    rig.pager.resizer.start(5, None, rig.now_s + 60, said.append)
+    for _ in range(1000):
+        if said:
+            break
+        rig.now_s += 0.03
+        rig.work()
+    assert said == [""] and sum(gpu.mapped.values()) == 6 * record  # whole chunks of two
+    rig.expect(lease, tokens)
+    rig.pager.release(lease, tokens)
+    rig.pager.resizer.start(16, None, rig.now_s + 60, said.append)
+    assert said == ["", ""] and sum(gpu.mapped.values()) == 16 * record
     rig.check()
     rig.close()

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.tiers.fakes import FAR_S, Rig, lost_key, stored
+from tests.tiers.stand_ins import ManualMover
 from tierd.tiers import loader, promote
 from tierd.tiers.errors import LostReason, PageLost
 from tierd.tiers.journal import What
@@ -69,6 +72,23 @@ def test_loads_in_flight_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.settle()
     assert lease.ready
     assert rig.pager.promoter.loader.in_flight == 0
+    rig.check()
+    rig.close()
+
+
+def test_a_slow_disk_is_given_little_at_once() -> None:
+    """What its reads have begun to fill can't be taken back."""
+    ticks = itertools.count()
+    mover = ManualMover(1, clock=lambda: 10.0 * next(ticks))  # a read of 64 bytes takes seconds
+    long = list(range(200, 240))
+    rig, _ = stored(A, long, device=20, mover=mover)
+    first = fetch(rig, [*A, 1])
+    rig.settle()
+    lease = fetch(rig, [*long, 1])
+    assert rig.pager.promoter.loader.in_flight == 8
+    rig.settle()
+    assert first.ready and lease.ready
+    rig.expect(lease, long)
     rig.check()
     rig.close()
 

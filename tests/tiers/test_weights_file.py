@@ -14,11 +14,11 @@ import xxhash
 
 from tests.tiers.faults import HookedIO
 from tierd.tiers.store_io import aligned_block
-from tierd.tiers.weights_file import READ_BYTES, Span, WeightFile, scan
+from tierd.tiers.weights_file import BATCHED_BYTES, Span, WeightFile, scan
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
-SIZE = 3 * READ_BYTES + 5 * 4096
+SIZE = 3 * BATCHED_BYTES + 5 * 4096
 
 
 class NoDirect(HookedIO):
@@ -52,7 +52,7 @@ def content(tmp_path: Path) -> bytes:
 
 
 def read_parts(file: WeightFile) -> list[bytes]:
-    blocks = [aligned_block(2 * READ_BYTES + 4096), aligned_block(4096), aligned_block(8192)]
+    blocks = [aligned_block(2 * BATCHED_BYTES + 4096), aligned_block(4096), aligned_block(8192)]
     file.read([(4096, blocks[0]), (SIZE - 4096, blocks[1]), (0, blocks[2])])
     return [block.tobytes() for block in blocks]
 
@@ -62,7 +62,7 @@ def test_bytes_come_from_where_they_lie(tmp_path: Path, content: bytes, io: Hook
     file = WeightFile(tmp_path / "w", None if io is None else io.as_io())
     try:
         assert file.direct is not isinstance(io, NoDirect) and file.size_bytes == SIZE
-        wanted = [content[4096 : 8192 + 2 * READ_BYTES], content[-4096:], content[:8192]]
+        wanted = [content[4096 : 8192 + 2 * BATCHED_BYTES], content[-4096:], content[:8192]]
         assert read_parts(file) == wanted
         assert read_parts(file) == wanted
     finally:

@@ -110,10 +110,21 @@ def test_the_next_pieces_are_read_while_one_is_used(rigs: Callable[..., Rig]) ->
     assert sorted(rig.read_pieces()) == [0, 1, 2, COUNT - 1]
 
 
+def test_the_end_of_a_pass_makes_room_for_the_next_one(rigs: Callable[..., Rig]) -> None:
+    rig = rigs(3)
+    rig.take(COUNT - 1)
+    rig.settle()
+    assert sorted(rig.read_pieces()) == [0, 1, COUNT - 1]
+    rig.ring.end()
+    rig.settle()
+    assert sorted(rig.read_pieces()) == [0, 1, 2, COUNT - 1]
+
+
 def test_without_overlap_nothing_is_read_ahead(rigs: Callable[..., Rig]) -> None:
     rig = rigs(3, overlap=False)
     for number in range(3):
         rig.take(number)
+        rig.ring.end()
         rig.settle()
         assert rig.read_pieces() == list(range(number + 1))
 

@@ -196,7 +196,9 @@ class ModelWeights:
         return (by_slot[ring.take(number, deadline_s)] for number, by_slot in self._parts)
 
     def end(self) -> None:
-        """The pass is over: what it says about the rate."""
+        """The pass is over: reads for the next one go on, and what this one says about the rate."""
+        if self._ring is not None:
+            self._ring.end()
         read_bytes = self._counted().read_bytes + self._experts.counted().read_bytes
         self._meter.end(self._clock(), read_bytes, self._mover.statistics()[Link.DISK_READ].bytes_per_s)
 

@@ -31,6 +31,8 @@ def test_a_snapshot_of_a_working_engine(tmp_path: Path) -> None:
         parts = sum(device[f"{part}_pages"] for part in ("free", "used", "cached", "in_flight"))
         assert parts == device["total_pages"] == 16
         assert device["total_bytes"] == 16 * device["page_bytes"]
+        assert 1 <= device["needed_pages"] <= 16
+        assert device["needed_bytes"] == device["needed_pages"] * device["page_bytes"]
         assert status.speculation["mode"] == "auto" and status.speculation["drafted_tokens"] >= 0
         assert set(status.tiers) == {"device", "host", "nvme"} and status.links
         live.flush()

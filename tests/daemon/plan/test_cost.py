@@ -32,6 +32,15 @@ def test_without_a_card_there_is_no_link_and_reading_costs_the_processors() -> N
     assert step.disk == pytest.approx(10 / 2 + 1 / 1)
 
 
+def test_pages_come_in_parts_of_their_own_however_few_layers_are_streamed() -> None:
+    pages_alone = Placement(1, 0, 0, 0.5, 0, 0.5)
+    whole = WORK._replace(layers=1, kv_parts=6)
+    assert seconds(whole, CPU, pages_alone).filling == pytest.approx(0.5 * 10 / 1 / 6)
+    assert seconds(WORK, CPU, pages_alone).filling == pytest.approx(0.5 * 10 / 1 / 10)
+    both = seconds(WORK._replace(kv_parts=5), CPU, Placement(0.5, 0, 0.5, 0.5, 0, 0.5))
+    assert both.filling == pytest.approx(10 / 2 / 10 + 5 / 1 / 5)
+
+
 def test_slots_take_memory_only_where_layers_are_streamed() -> None:
     assert use(WORK, CPU, Placement(1, 0, 0, 1, 0, 0)).device == 31 * GB
     assert use(WORK, CPU, Placement(0.5, 0, 0.5, 1, 0, 0)).device == 24 * GB

@@ -13,7 +13,14 @@ from tests.daemon.plan.decoders import allocated_bytes, tiny_decoder
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.placement import place
 from tierd.daemon.models.spec import ExpertsSpec, ModelSpec
-from tierd.daemon.plan.workspace import engine_bytes, ring_bytes, scratch_bytes, sink_bytes, vector_bytes
+from tierd.daemon.plan.workspace import (
+    engine_bytes,
+    ring_bytes,
+    scratch_bytes,
+    sink_bytes,
+    stream_parts,
+    vector_bytes,
+)
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Bound
 
@@ -89,6 +96,7 @@ def test_the_ring_of_streamed_pages(format: str, tmp_path: Path) -> None:
     try:
         staging = Staging(store, mover, layout.num_layers, layout.layer_bytes)
         assert staging.bytes_for(11) == ring_bytes(layout, 11)
+        assert staging.num_stages == stream_parts(layout)
     finally:
         mover.close()
         store.close()

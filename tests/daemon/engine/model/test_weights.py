@@ -253,11 +253,11 @@ def rss_bytes() -> int:
 def test_a_slow_disk_is_waited_for(tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with live(tied, tmp_path, least_bytes(tied)) as running:
         wanted = answers(running)
-        fast = OsIO.preadv_batch
+        fast = OsIO.preadv
 
         def slow(*arguments: Any) -> Any:
             time.sleep(0.01)  # some 20 times what these reads take
             return fast(*arguments)
 
-        monkeypatch.setattr(OsIO, "preadv_batch", slow)
+        monkeypatch.setattr(OsIO, "preadv", slow)
         assert answers(running) == wanted and status(running).waited_s > 0.1

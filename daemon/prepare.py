@@ -395,7 +395,6 @@ class Preparer:
         workspace = engine_bytes(
             manifest.spec, kv_format=settings.kv_format, device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
             nvme_bytes=sizes.nvme_bytes, context=settings.ctx or manifest.context, max_batch=settings.max_batch,
-            max_streams=settings.max_streams, threads=threads,
-            ladder=(settings.kv_exact_first, settings.kv_exact_last),
+            max_streams=settings.max_streams, threads=threads, ladder=(settings.kv_exact_first, settings.kv_exact_last),
         ).workspace  # fmt: skip
         return _Need(sizes, manifest.bytes, workspace + draft.total_bytes, draft, manifest.format, why)

@@ -128,6 +128,13 @@ class Ladders:
                     pages[page] = self._nowhere
         return pages, exact
 
+    def trust(self, rungs: Rungs, computed: int) -> None:
+        """Of what was written, only tokens before `computed` count: the rest were drafts that were wrong, or a step
+        that was void."""
+        for page, copy in rungs.copies.items():
+            if copy.key is None:
+                copy.tokens = min(copy.tokens, max(computed - page * self._size, 0))
+
     def settle(self, rungs: Rungs, lease: Lease, computed: int) -> None:
         """Makes the copies of whole pages known, and gives back those that no row from `computed` on sees."""
         for page, copy in rungs.copies.items():
@@ -169,7 +176,8 @@ class Ladders:
             return False
         if (source := self.pages.find(rungs.tail[1], tokens)) is None:
             return False
-        rungs.copies[page] = self.pages.make(source)  # others may write what follows into theirs
+        own = rungs.copies[page] = self.pages.make(source)  # others may write what follows into theirs
+        own.tokens = tokens  # behind them the other page has its own
         self.pages.drop(source)
         return True
 

@@ -249,6 +249,7 @@ class Steps:
         """A step counts for nothing: the copies that it was to write go back."""
         for item in work:
             if self._ladders is not None and (rungs := item.request.rungs) is not None:
+                self._ladders.trust(rungs, item.chunk.start)
                 self._ladders.settle(rungs, lease_of(item), item.chunk.start)
 
     def _may_give_way(self, work: list[Work]) -> bool:
@@ -300,6 +301,8 @@ class Steps:
             request.computed += 1
             self._totals.right_drafts += 1
         self.speculator.learn(request.draft, drawn, len(logits) - 1)
+        if self._ladders is not None and request.rungs is not None:
+            self._ladders.trust(request.rungs, request.computed)
         return over
 
     def _measure(self, work: list[Work], started_s: float, now_s: float, was_read: bool) -> None:

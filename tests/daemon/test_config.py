@@ -156,6 +156,7 @@ def test_a_memory_mode(env: dict[str, str], file: Path) -> None:
 
 
 def test_exact_tokens_beside_packed_pages(env: dict[str, str], file: Path) -> None:
+    file.write_text("")
     settings = load({"kv_format": "k8v4", "kv_exact_first": 4, "kv_exact_last": "100"}, env, file).settings
     assert (settings.kv_exact_first, settings.kv_exact_last) == (32, 128)
     assert default_mode(settings) == "exact_first=32,exact_last=128"
@@ -176,6 +177,7 @@ def test_exact_tokens_beside_packed_pages(env: dict[str, str], file: Path) -> No
 def test_exact_tokens_that_make_no_sense(
     env: dict[str, str], file: Path, flags: dict[str, object], message: str
 ) -> None:
+    file.write_text("")
     with pytest.raises(BadConfig, match=message) as caught:
         load(flags, env, file)
     assert caught.value.hint

@@ -24,6 +24,7 @@ from tierd.daemon.config_values import (
     context_tokens,
     count,
     duration_s,
+    exact_tokens,
     existing_or_new_dir,
     host_names,
     listen_address,
@@ -40,6 +41,7 @@ from tierd.daemon.config_values import (
     web_origins,
 )
 from tierd.daemon.errors import BadConfig, suggest
+from tierd.daemon.kv_mode import KvMode
 from tierd.daemon.machine import Machine, Sizes, auto_sizes, auto_weights
 from tierd.daemon.paths import (
     batches_dir,
@@ -145,6 +147,17 @@ class Settings:
     kv_mode: str = field(
         default="",
         metadata=_setting("of a context: all (empty), window=N, sinks=S,window=W, select=K or h2o=N", memory_mode),
+    )
+    kv_exact_first: int = field(
+        default=0, metadata=_setting("first tokens that are kept exact, too, where pages are packed", exact_tokens)
+    )
+    kv_exact_last: int = field(
+        default=0,
+        metadata=_setting(
+            "newest tokens that are kept exact, too, where pages are packed: those of a token's own block of so many; "
+            "0: off",
+            exact_tokens,
+        ),
     )
     ctx: int = field(
         default=0, metadata=_setting("longest context in tokens, 0: what the model was trained for", context_tokens)
@@ -356,6 +369,25 @@ def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
             param="store_format",
         )
     check_socket_path(settings.socket)
+    _check_ladder(settings, origins)
+
+
+_EXACT_FORMATS = ("fp32", "fp16", "bf16")
+
+
+def _check_ladder(settings: Settings, origins: Mapping[str, str]) -> None:
+    first, last = settings.kv_exact_first, settings.kv_exact_last
+    what, hint = "", ""
+    if first and not last:
+        what, hint = f"kv_exact_first = {first} ({origins['kv_exact_first']}) needs kv_exact_last", "for example 128"
+    elif last and settings.kv_format in _EXACT_FORMATS:
+        what = f"kv_exact_last = {last} ({origins['kv_exact_last']}): pages of {settings.kv_format} are exact anyway"
+        hint = "leave it out, or choose a packed kv_format: k8v8, k8v4, k4v8, k4v4 or fp8"
+    elif last and settings.kv_mode:
+        what = f"kv_exact_last = {last} ({origins['kv_exact_last']}) excludes kv_mode = {settings.kv_mode}"
+        hint = "leave one of them out; requests may name the other as their kv_mode"
+    if what:
+        raise BadConfig(what, hint=hint, param="kv_exact_last")
 
 
 # From the largest page to the smallest; where two are equal, neither is packed more. What `auto` will be depends on the
@@ -384,6 +416,13 @@ def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
         usable = min(machine.available_ram, machine.total_ram)
         sizes = sizes._replace(weights_bytes=auto_weights(usable, sizes.device_bytes, sizes.host_bytes))
     return sizes
+
+
+def default_mode(settings: Settings) -> str:
+    """The memory mode of requests that name none."""
+    if not settings.kv_exact_last:
+        return settings.kv_mode
+    return str(KvMode(exact_first=settings.kv_exact_first, exact_last=settings.kv_exact_last))
 
 
 def kv_root(settings: Settings) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tierd.daemon.errors import BadRequest
+from tierd.daemon.kv_mode import MAX_LADDER_TOKENS, up_to_step
 from tierd.daemon.kv_mode import parse as parse_mode
 
 MIN_CONTEXT_TOKENS = 16
@@ -87,6 +88,11 @@ def memory_mode(value: object) -> str:
     except BadRequest as exc:
         modes = "window=4096, sinks=4,window=2048, select=64 or h2o=1024"
         raise ValueError(f"a mode such as {modes} ({exc.message})") from None
+
+
+def exact_tokens(value: object) -> int:
+    """Tokens that stay exact, up to whole steps of attention; 0: none."""
+    return up_to_step(count(0, MAX_LADDER_TOKENS)(value))
 
 
 def context_tokens(value: object) -> int:

@@ -35,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nvme_daily_writes_bytes: int = 0  # of all engines below `cache_dir` together; 0: no bound
     weights_bytes: int | None = None  # in memory, or on the card; None: all of them
     host_weights_bytes: int | None = None  # in CPU memory, of what the card does not take; None: all of that
+    kv_exact_first: int = 0  # tokens that are kept exact beside packed pages, see `kernels.rows.Ladder`
+    kv_exact_last: int = 0  # 0: none
     speculate: str = "auto"  # on, off
     draft_dir: str = ""  # of the draft model; empty: none
     draft_off_reason: str = ""  # why there is none although one was asked for
@@ -74,6 +76,8 @@ def engine_config(
         weights_bytes=sizes.weights_bytes,
         host_weights_bytes=sizes.host_weights_bytes,
         card=sizes.host_weights_bytes is not None,
+        kv_exact_first=settings.kv_exact_first,
+        kv_exact_last=settings.kv_exact_last,
         speculate=settings.speculate,
         draft_dir="" if draft_dir is None else str(draft_dir),
         draft_off_reason=draft_off_reason,

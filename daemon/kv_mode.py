@@ -1,4 +1,4 @@
-"""Bounded memory modes: what a request may give up of its context, so that its pages stay few. Pure, no arrays.
+"""Memory modes: what a request may give up of its context, or keep exact of it. Pure, no arrays.
 
 `exact` keeps all. `window=N`: a token sees itself and the N - 1 before it. `sinks=S,window=W` (StreamingLLM, arXiv
 2309.17453): it sees the first S tokens, too, as if everything between them and the window had never been; then there
@@ -7,6 +7,9 @@ only the K pages that its query may weigh most. `h2o=N` (H2O, arXiv 2306.14048):
 tokens are kept that rows have looked at most, and the newest. What a mode has not changed yet is exact: the first
 `exact_tokens` of a sequence, and with `select` and `h2o` its prompt, are those of any other request, and their pages
 are shared.
+
+`exact_first=F,exact_last=L` is for a daemon whose pages are packed: a token sees the first F tokens and those of its
+own block of L as they are, and the others packed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tierd.daemon.errors import BadRequest, suggest
 
 EXACT = "exact"
 _OFF = ("", EXACT, "none")
-_NAMES = ("window", "sinks", "select", "h2o")
+_NAMES = ("window", "sinks", "select", "h2o", "exact_first", "exact_last")
 BASE_TOKENS = 256  # as in `kernels.rows`
 PAGE_TOKENS = 16  # as in `kernels.layout`
 MIN_WINDOW_TOKENS = PAGE_TOKENS  # less would save nothing
@@ -28,6 +31,8 @@ MAX_SELECTED = 1 << 20
 MIN_KEPT_TOKENS = 4 * PAGE_TOKENS  # as many, and for the same pages
 MAX_TOKENS = 1 << 24
 MAX_CHARS = 64
+LADDER_STEP = 32  # as in `kernels.rows`
+MAX_LADDER_TOKENS = 1 << 16
 _HINT = f"window=N, sinks=S,window=W or h2o=N, in tokens; select=K, in pages; or {EXACT!r} for the whole context"
 
 
@@ -35,15 +40,19 @@ _HINT = f"window=N, sinks=S,window=W or h2o=N, in tokens; select=K, in pages; or
 class KvMode:
     """What rows of a sequence see: `window` tokens up to their own, and the first `sinks` of all; or, in each layer,
     the `read` tokens of the pages that they choose; or the `kept` tokens of pages that are left, the `recent` newest
-    of them in any case."""
+    of them in any case. Or all, of which `exact_first` and a block of `exact_last` are exact where pages are packed."""
 
     window: int = 0
     sinks: int = 0
     read: int = 0
     kept: int = 0
     recent: int = 0
+    exact_first: int = 0
+    exact_last: int = 0
 
     def __str__(self) -> str:
+        if self.exact_last:
+            return f"exact_first={self.exact_first},exact_last={self.exact_last}"
         if self.selects:
             return f"select={self.read // PAGE_TOKENS}"
         if self.thins:
@@ -125,6 +134,8 @@ def parse(text: str) -> KvMode | None:
         if not equals or not re.fullmatch(r"[0-9]{1,9}", number):
             raise _bad(f"needs a number of {'pages' if name == 'select' else 'tokens'} after {name}=, not {number!r}")
         given[name] = int(number)
+    if "exact_first" in given or "exact_last" in given:
+        return _ladder(given)
     if "select" in given:
         return _select(given)
     if "h2o" in given:
@@ -156,6 +167,20 @@ def _thin(given: dict[str, int]) -> KvMode:
         raise _bad(f"needs {MIN_KEPT_TOKENS} (4 pages) to {MAX_TOKENS} tokens to keep, not {tokens}")
     pages = tokens // PAGE_TOKENS
     return KvMode(kept=pages * PAGE_TOKENS, recent=pages // 2 * PAGE_TOKENS)
+
+
+def _ladder(given: dict[str, int]) -> KvMode:
+    first, last = given.pop("exact_first", 0), given.pop("exact_last", 0)
+    if given:
+        raise _bad(f"takes exact_first and exact_last alone, without {' and '.join(given)}: they keep all of a context")
+    if not 1 <= last <= MAX_LADDER_TOKENS or first > MAX_LADDER_TOKENS:
+        raise _bad(f"needs an exact_last of 1 to {MAX_LADDER_TOKENS} tokens, and an exact_first of 0 to as many")
+    return KvMode(exact_first=up_to_step(first), exact_last=up_to_step(last))
+
+
+def up_to_step(tokens: int) -> int:
+    """Up to what attention reads at a time."""
+    return -(-tokens // LADDER_STEP) * LADDER_STEP
 
 
 def _bad(what: str, hint: str = _HINT) -> BadRequest:

@@ -66,7 +66,7 @@ def find_need(settings: Settings, directory: Path, machine: Machine, threads: in
         manifest.spec, kv_format=settings.kv_format, store_format=settings.store_format,
         device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=settings.ctx or manifest.context, max_batch=settings.max_batch,
-        max_streams=settings.max_streams, threads=threads,
+        max_streams=settings.max_streams, threads=threads, ladder=(settings.kv_exact_first, settings.kv_exact_last),
     ).workspace  # fmt: skip
     return Need(sizes, manifest.bytes, workspace + draft.total_bytes, draft, manifest.format, why)
 

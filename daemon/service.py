@@ -21,7 +21,7 @@ from tierd.daemon import embedding, engine_row, kv_quota, limits
 from tierd.daemon.admission import Admission, Place
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.choices import Choices, answers_of
-from tierd.daemon.config import Settings, kv_root
+from tierd.daemon.config import Settings, default_mode, kv_root
 from tierd.daemon.errors import (
     BadRequest,
     Conflict,
@@ -95,7 +95,7 @@ class Service:
         does both.
         """
         self.exclusive.check(holder)
-        submits = limits.with_mode([submit] if isinstance(submit, Submit) else submit, self.settings.kv_mode)
+        submits = limits.with_mode([submit] if isinstance(submit, Submit) else submit, default_mode(self.settings))
         model = self._check(submits)
         place = self._admission.book(tenant, sum(map(answers_of, submits)))
         given = {"tenant": tenant, "quota_pages": place.allowance.pages}

@@ -81,6 +81,33 @@ class Bound(NamedTuple):
     base: int = 0  # with a window a multiple of BASE_TOKENS, else of a page
 
 
+class Ladder(NamedTuple):
+    """Which tokens a row sees exact beside packed pages: a row at p sees 0 .. first - 1 and `block(p)` .. p.
+
+    So it follows from a row's position alone. Both are multiples of `LADDER_STEP`; a block is `last` tokens.
+    """
+
+    first: int
+    last: int
+
+    def block(self, position: int) -> int:
+        """The first token of the block that a position lies in."""
+        return position // self.last * self.last
+
+
+class Exact(NamedTuple):
+    """Exact copies of some pages of a pass: records of fp32, whose keys are turned as those of packed pages are.
+
+    Of a page that has one, this is what rows read, and rows that are written into the page are written into it as well.
+    Both pages of a step of attention (32 tokens from a multiple of 32 on) have one, or none has; where a sequence ends
+    with the first of them there is no second.
+    """
+
+    pages: NDArray[np.int64]  # addresses of the copies, one for each page; 0: it has none
+    memory: NDArray[np.uint8]  # that they lie in
+
+
+LADDER_STEP = 32  # what attention reads at a time: two pages
 BASE_TOKENS = 256  # sums of attention begin anew there: bits must not depend on where the pages begin
 MAX_POSITION = 1 << 30
 

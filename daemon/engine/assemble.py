@@ -6,7 +6,6 @@ Imports the kernels, so it is itself imported only after the worker has set wher
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from pathlib import Path
 import msgspec
 
 from tierd.daemon.engine import draft
+from tierd.daemon.engine.arenas import Copies, arenas, ladders
 from tierd.daemon.engine.backend import Backend, OwnDecoder, choose
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.embed import Pooling
 from tierd.daemon.engine.foresight import Foresight
 from tierd.daemon.engine.guesses import Guesses
 from tierd.daemon.engine.intake import Facts, Intake
-from tierd.daemon.engine.memory_check import check_device, check_memory, flag_of, load_weights
+from tierd.daemon.engine.memory_check import check_device, check_memory, load_weights
 from tierd.daemon.engine.model import rope
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.load import Vector
@@ -44,13 +44,12 @@ from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.protocol import Event
-from tierd.daemon.units import human_bytes
 from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Ladder
 from tierd.tiers import budget, upkeep
 from tierd.tiers.arena import Arena
-from tierd.tiers.blocks import Block
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
 from tierd.tiers.pager import Pager
@@ -167,13 +166,16 @@ def _build(
     capacity_tokens = (slots + host_slots + on_disk) * layout.page_tokens
     position_tokens = min(context, capacity_tokens)
     cos, sin = rope.tables(frequencies, position_tokens)
-    device, host = _arenas(slots, host_slots, layout, backend)
+    device, host = arenas(slots, host_slots, layout, backend)
+    exact = ladders(config, layout, limits, backend)
     decoder = _decoder(backend, weights, layout, (cos, sin), frequencies, limits.max_rows, hooks)
     resources.callback(decoder.close)
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = _facts(manifest, context, capacity_tokens, not backend.on_card, weights.shape.windows)
+    facts = _facts(
+        manifest, context, capacity_tokens, not backend.on_card, weights.shape.windows, exact and exact.ladders.most
+    )
     remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
@@ -192,11 +194,12 @@ def _build(
     )
     resources.callback(pager.close)
     hooks.progress("store", 1, 1)
-    runner = _runner(decoder, layout, (device, host), weights, store, mover, backend)
+    runner = _runner(decoder, layout, (device, host), weights, store, mover, backend, exact)
     upkeep.warm(pager)
     prefixes = _keep_rules(config, pager, root)
     guesses = _guesses(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
-    streams = Streams(pager, runner, limits, clock, prefixes, Speculator(Speculate(config.speculate), guesses))
+    speculator = Speculator(Speculate(config.speculate), guesses)
+    streams = Streams(pager, runner, limits, clock, prefixes, speculator, exact and exact.ladders)
     board = StatusBoard(manifest.name, context, streams, pager, clock, weights.statistics)
     loop = StepLoop(
         streams, pager, emit=hooks.emit, published=board.publish, died=hooks.died, clock=clock,
@@ -212,7 +215,9 @@ def _build(
     )  # fmt: skip
 
 
-def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool, windows: Sequence[int]) -> Facts:
+def _facts(
+    manifest: Manifest, context: int, capacity_tokens: int, bounded: bool, windows: Sequence[int], ladder: Ladder | None
+) -> Facts:
     """What requests are checked against."""
     return Facts(
         vocab=manifest.spec.vocab,
@@ -221,7 +226,7 @@ def _facts(manifest: Manifest, context: int, capacity_tokens: int, bounded: bool
         end_ids=frozenset(manifest.eos_ids),
         bos_id=manifest.bos_id, add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
-        bounded=bounded, windows=windows,
+        bounded=bounded, windows=windows, ladder=ladder,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 
@@ -278,36 +283,6 @@ def _decoder(
         raise BadConfig(f"{backend.name} can't run this: {exc}") from exc
 
 
-def _arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) -> tuple[Arena, Arena]:
-    """The arenas of device and host."""
-    record_bytes = layout.record_bytes
-    device = _arena("device", slots, layout, backend.device_memory[1], backend.device_block)
-    return device, _arena(
-        "host", host_slots, layout, total_memory_bytes(),
-        lambda size, most: backend.host_block(size, most, record_bytes),
-    )  # fmt: skip
-
-
-def _arena(
-    name: str, slots: int, layout: PageLayout, total_bytes: int, make_block: Callable[[int, int], Block]
-) -> Arena:
-    """The arena of a tier, with address space to grow. Raises BadConfig if the system has no memory for it."""
-    size_bytes = slots * layout.record_bytes
-    most = max(slots, total_bytes // layout.record_bytes)
-    try:
-        return Arena(name, slots, layout.record_bytes, max_slots=most, make_block=make_block)
-    except OSError as exc:
-        if exc.errno != errno.ENOMEM:
-            raise
-        setting = f"{name}_mem"
-        raise BadConfig(
-            f"the system refuses {human_bytes(size_bytes)} of memory for {setting}; this machine has "
-            f"{human_bytes(total_bytes)}",
-            hint=f"give less with {flag_of(setting)}, or auto; a limit (ulimit -v) may be lower",
-            param=setting,
-        ) from exc
-
-
 def _context(wanted: int, manifest: Manifest) -> int:
     longest = max(rope.max_context(manifest.spec), manifest.context)
     if wanted > longest:
@@ -318,10 +293,11 @@ def _context(wanted: int, manifest: Manifest) -> int:
 
 
 def _runner(
-    decoder: OwnDecoder, layout: PageLayout, arenas: tuple[Arena, Arena], weights: HeldWeights, store: Store | None,
-    mover: Mover, backend: Backend,
+    decoder: OwnDecoder, layout: PageLayout, arenas: tuple[Arena, ...], weights: HeldWeights, store: Store | None,
+    mover: Mover, backend: Backend, exact: Copies | None,
 ) -> Runner:  # fmt: skip
     """The decoder with what its pages lie in, and with who reads those in the store."""
+    arenas = (*arenas, exact.nowhere) if exact is not None else arenas
     staging = picker = None
     if store is not None:
         staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
@@ -329,6 +305,7 @@ def _runner(
     shape = weights.shape
     return Runner(
         decoder, layout, [arena.memory for arena in arenas], staging, weights=weights, picker=picker,
+        copies=exact and exact.ladders.pages.arena.array,
         selections=lambda: Selection(PageBounds(layout, shape.heads), shape.windows),
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ class Rows:
     sample: int  # logits are wanted of so many of the last rows
     bound: Bound = Bound()  # what the rows see; it also says which `pages` are given
     observed: int = 0  # it is to be told of so many of the last rows how much they look at each page
+    exact: Addresses | None = None  # copies of the pages, 0 for one without (`kernels.cpu.batch.Exact`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Batch:
     logit_rows: Ints  # [L]
     bounds: Ints | None = None  # [S, 4], where somebody has one
     observed: Ints | None = None  # the rows that are observed, where there are some
+    exact: Addresses | None = None  # [P], where some page has an exact copy
 
 
 def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
@@ -76,4 +78,14 @@ def build(sequences: Sequence[Rows], page_tokens: int) -> Batch:
         ),
         bounds=np.array(bounds, np.int32) if any(map(any, bounds)) else None,
         observed=np.array(observed, np.int32) if observed else None,
+        exact=_exact(sequences, held),
+    )
+
+
+def _exact(sequences: Sequence[Rows], held: Sequence[int]) -> Addresses | None:
+    if all(rows.exact is None for rows in sequences):
+        return None
+    none = np.zeros(max(held), np.int64)
+    return np.concatenate(
+        [(none if rows.exact is None else rows.exact)[:count] for rows, count in zip(sequences, held, strict=True)]
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from tierd.daemon.engine import fetch
 from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
+from tierd.daemon.engine.ladder import Ladders
 from tierd.daemon.engine.request import Request
 from tierd.daemon.engine.scheduler import Limits, pages_for
 from tierd.daemon.engine.selection import Lesson, Pick, Selection
@@ -37,7 +38,8 @@ def bound_of(request: Request, start: int, page_tokens: int, window: int = 0) ->
 def unseen_pages(request: Request, tokens: int, limits: Limits) -> int:
     """So many first pages no row after `tokens` known ones sees: with their keys they stay known, but nothing has to
     bring them to memory."""
-    if not limits.window or request.mode is not None or request.private or request.beams is not None:
+    plain = request.mode is None and request.rungs is None and request.beams is None and not request.private
+    if not limits.window or not plain:
         return 0
     return bound_of(request, tokens, limits.page_tokens, limits.window).base // limits.page_tokens
 
@@ -105,12 +107,37 @@ def pages_of(
     return np.full(stop - first, table[-1]), wanted._replace(table=table)
 
 
-def commit(pager: Pager, request: Request, lease: Lease) -> None:
+def match(pager: Pager, request: Request, ladders: Ladders | None) -> Lease:
+    """Pins what is known of its tokens, exact copies included."""
+    again = request.private or request.times.admitted_s > 0.0 or request.resumed > 0
+    known = [] if request.private else request.findable
+    lease = pager.match(known, request.salt, again=again, tenant=request.tenant, quota_pages=request.quota_pages)
+    if ladders is not None and request.rungs is not None:
+        ladders.open(request.rungs, lease)
+    return lease
+
+
+def promise(request: Request, lease: Lease, ladders: Ladders | None) -> None:
+    """After `Request.covered`: of what was found, exact copies may have to be computed."""
+    if ladders is not None and request.rungs is not None:
+        request.promise(ladders.prepare(request.rungs, lease, request.computed))
+
+
+def commit(pager: Pager, request: Request, lease: Lease, ladders: Ladders | None = None) -> None:
     """Names the pages that others may use, and gives back those that no later row sees."""
     pager.commit(lease, request.exact)
+    if ladders is not None and request.rungs is not None:
+        ladders.settle(request.rungs, lease, request.computed)
     if (mode := request.mode) is not None and not mode.spares_prompt:
         size = pager.page_tokens
         pager.committer.let_go(lease, pages_for(mode.sinks, size), mode.first_seen(request.computed) // size)
+
+
+def release(pager: Pager, request: Request, lease: Lease, known: list[int], ladders: Ladders | None) -> None:
+    """Gives pages and exact copies back; those of `known` tokens stay known."""
+    if ladders is not None and request.rungs is not None:
+        ladders.close(request.rungs, lease, known)
+    pager.release(lease, known)
 
 
 def fits(pager: Pager, request: Request) -> bool:

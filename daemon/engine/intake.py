@@ -21,6 +21,7 @@ from tierd.daemon.engine.embed import EmbedArgs, Embedding, Pooling
 from tierd.daemon.engine.fill_in import fill_in
 from tierd.daemon.engine.guide import Guides
 from tierd.daemon.engine.guide_grammar import chosen, grammar_of
+from tierd.daemon.engine.ladder import Rungs, checked, page_salt
 from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.request import Request, Times
 from tierd.daemon.engine.sampler import Params, Sampler, settle
@@ -31,6 +32,7 @@ from tierd.daemon.errors import BadRequest, ContextLengthExceeded, Unsupported
 from tierd.daemon.kv_mode import EXACT, KvMode
 from tierd.daemon.kv_mode import parse as parse_mode
 from tierd.daemon.protocol import Message, Sampling, Submit, Tool, ToolCall
+from tierd.kernels.rows import Ladder
 
 _NEVER = -1e9  # a bias that no logit outweighs
 
@@ -49,6 +51,7 @@ class Facts:
     pooling: Pooling = Pooling.MEAN  # what the model makes embeddings of
     bounded: bool = True  # whether what it is computed on has bounded memory modes
     windows: Sequence[int] = ()  # of its layers, 0 for none
+    ladder: Ladder | None = None  # the longest that there is memory for
 
     def __post_init__(self) -> None:
         if min(self.vocab, self.context, self.capacity_tokens) < 1:
@@ -120,7 +123,7 @@ class Intake:
             beams.check(submit)
         found = self._prompt(submit, salt)
         prompt = found.tokens
-        mode = self._mode(submit)
+        mode, ladder = self._mode(submit)
         limit = self._limit(submit.ctx, mode)
         if not prompt:
             raise BadRequest("the prompt is empty", hint="send at least one token", param="prompt")
@@ -141,7 +144,7 @@ class Intake:
             id=request_id,
             serial=next(self._serials),
             priority=submit.priority,
-            salt=salt,
+            salt=page_salt(salt, ladder),
             prompt_tokens=len(prompt),
             tokens=[*prompt, *submit.resume],
             max_total_tokens=min(wanted, limit),
@@ -155,6 +158,7 @@ class Intake:
             logprobs=None if submit.logprobs is None else Logprobs(self._vocabulary, submit.logprobs),
             beams=self._beams(submit),
             mode=mode,
+            rungs=None if ladder is None else Rungs(ladder),
             keep=self._keep(submit, found, salt),
             remember=None
             if submit.messages is None or submit.before
@@ -322,11 +326,13 @@ class Intake:
         ends = self.facts.end_ids | self._dialect.end_ids
         return ends | self._fim.end_ids if submit.suffix is not None and self._fim is not None else ends
 
-    def _mode(self, submit: Submit) -> KvMode | None:
-        """The bounded memory mode of a request. Raises BadRequest for one that cannot be."""
+    def _mode(self, submit: Submit) -> tuple[KvMode | None, Ladder | None]:
+        """The memory mode of a request, a bounded one or a ladder. Raises BadRequest for one that cannot be."""
         mode = parse_mode(submit.kv_mode or EXACT)
         if mode is None:
-            return None
+            return None, None
+        if mode.exact_last:
+            return None, checked(mode, self.facts.ladder, submit.beam_width)
         if not self.facts.bounded:
             raise Unsupported(
                 f"kv_mode {mode} is not there on the card yet", hint='leave it out, or "exact"', param="kv_mode"
@@ -338,7 +344,7 @@ class Intake:
                 f"kv_mode {mode} sees {mode.exact_tokens} tokens, the model's context holds {self.facts.context}",
                 hint="choose a smaller window", param="kv_mode",
             )  # fmt: skip
-        return mode.fitted(self.facts.windows)
+        return mode.fitted(self.facts.windows), None
 
     def _limit(self, ctx: int | None, mode: KvMode | None = None) -> int:
         if ctx is not None and ctx > self.facts.context:

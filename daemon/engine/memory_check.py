@@ -15,6 +15,7 @@ from tierd.daemon.errors import BadConfig
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import CardPlacement, DoesNotFitHost, place_on_card
+from tierd.daemon.plan.workspace import exact_bytes
 from tierd.daemon.units import human_bytes
 from tierd.tiers.mover import Mover
 
@@ -31,6 +32,9 @@ def check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> 
         sizes |= {"host_weights_mem": placed.host_bytes} if placed.host_bytes else {}
     elif weights_bytes:
         sizes["weights_mem"] = weights_bytes
+    ladder = config.kv_exact_first, config.kv_exact_last
+    if copies_bytes := exact_bytes(manifest.spec, ladder, config.max_batch_rows, config.max_streams):
+        sizes["kv_exact_last"] = copies_bytes
     if sum(sizes.values()) <= total_bytes:
         return
     alone = [name for name, size in sizes.items() if size > total_bytes]

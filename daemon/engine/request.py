@@ -9,7 +9,7 @@ A request ends once, with one terminal event. Threading: made on the io side, th
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET
@@ -19,6 +19,7 @@ from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.beams import Beams
 from tierd.daemon.engine.embed import Embedding
 from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
+from tierd.daemon.engine.ladder import Rungs, Span
 from tierd.daemon.engine.loading import rows_meanwhile
 from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.pace import Pace
@@ -115,6 +116,7 @@ class Request:
     drafted: int = 0  # tokens of the draft that the next step should compute
     mode: KvMode | None = None  # what a row sees, if it is not all before it
     selection: Selection | None = None  # what its rows choose pages by, with its lease, where a mode wants that
+    rungs: Rungs | None = None  # the exact copies of its pages, under a ladder
     heavy: Heavy | None = None  # what it keeps of its pages, with its lease, where a mode wants that
     keep: tuple[tuple[int, float], ...] = ()  # wishes that so many first tokens stay cached, for so many seconds
     remember: Callable[[Request], None] | None = None  # keeps the turn, once it is whole
@@ -195,6 +197,34 @@ class Request:
             self.cached_tokens = found
             self.hits = _trim(self.hits, found)
 
+    def promise(self, spans: Sequence[Span]) -> None:
+        """Count, after `covered`, what was found and has to be computed all the same, for its exact copies."""
+        if self.rungs is not None:
+            self.rungs.promised = self._prompt_part(spans)
+            self._uncover(self.rungs.promised + self.rungs.made_up)
+            self.rungs.made_up = 0
+
+    def made_up(self, spans: Sequence[Span]) -> int:
+        """Book such rows. Returns by how many more the count of its cached tokens falls now."""
+        if self.rungs is None:
+            return 0
+        count = self._prompt_part(spans)
+        known = min(count, self.rungs.promised)
+        self.rungs.promised -= known
+        if self.accepted:
+            return self._uncover(count - known)
+        self.rungs.made_up += count - known
+        return 0
+
+    def _prompt_part(self, spans: Sequence[Span]) -> int:
+        return sum(max(min(stop, self.prompt_tokens) - first, 0) for first, stop in spans)
+
+    def _uncover(self, tokens: int) -> int:
+        fallen = min(tokens, self.cached_tokens)
+        self.cached_tokens -= fallen
+        self.hits = _trim(self.hits, self.cached_tokens)
+        return fallen
+
     def spare(self, tokens: int, end: int) -> int:
         """Book the last `tokens` before `end`, which somebody else computed since. Returns the newly spared ones.
 
@@ -271,7 +301,7 @@ class Request:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=said,
             cached_tokens=self.cached_tokens,
-            kv_mode=UNSET if self.mode is None else str(self.mode),
+            kv_mode=UNSET if self.mode is None and self.rungs is None else str(self.mode or self.rungs),
         )
 
     def timings(self) -> Timings:

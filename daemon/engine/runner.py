@@ -17,6 +17,7 @@ from tierd.daemon.engine.heavy import Masses
 from tierd.daemon.engine.selection import Choosing, Selection, Wanted
 from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Exact
 from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class StreamedDecoder(Decoder, Protocol):
         bounds: Ints | None = None,
         between: Callable[[], None] | None = None,
         observed: Ints | None = None,
+        exact: Exact | None = None,
     ) -> Logits: ...
 
     def start(
@@ -93,6 +95,7 @@ class StreamedDecoder(Decoder, Protocol):
         rows: Rows | None = None,
         bounds: Ints | None = None,
         observed: Ints | None = None,
+        exact: Exact | None = None,
     ) -> None: ...
 
     def layer(
@@ -146,6 +149,7 @@ class Runner:
         weights: those that are not in memory come from it; None when the decoder has all of them.
         selections: makes what a sequence needs whose rows choose their pages; None where there is no such thing.
         picker: reads pages that were chosen and are in no memory; None where there is no store.
+        copies: the memory that exact copies of pages lie in; None where there are none.
         overlap: False reads each layer when it is needed, and not ahead: slower, and the same bits.
         clock: that of the staging.
     """
@@ -160,6 +164,7 @@ class Runner:
         weights: HeldWeights | None = None,
         selections: Callable[[], Selection] | None = None,
         picker: Picker | None = None,
+        copies: Memory | None = None,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -170,6 +175,7 @@ class Runner:
         self.weights = weights
         self._selections = selections
         self._picker = picker
+        self._copies = copies
         self._overlap = overlap
         self._clock = clock
 
@@ -204,8 +210,12 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
+        own = cast("StreamedDecoder", self._decoder)
+        if batch.exact is not None and self._copies is not None:
+            copies = Exact(batch.exact, self._copies)
+            return own.forward(*arguments, batch.bounds, between, batch.observed, copies)
         if batch.bounds is not None or batch.observed is not None:
-            return cast("StreamedDecoder", self._decoder).forward(*arguments, batch.bounds, between, batch.observed)
+            return own.forward(*arguments, batch.bounds, between, batch.observed)
         return self._decoder.forward(*arguments, between=between)
 
     def hidden(self, rows: Ints) -> Hidden:
@@ -263,8 +273,11 @@ class Runner:
     def _start(self, batch: Batch, rows: Rows | None = None) -> None:
         """Opens a pass by layers. A decoder is handed what it needs to know of: embeddings, bounds, who is observed."""
         arguments = (batch.tokens, batch.positions, batch.row_seq, batch.page_offsets, batch.logit_rows)
-        if rows is not None or batch.bounds is not None or batch.observed is not None:
-            cast("StreamedDecoder", self._decoder).start(*arguments, rows, batch.bounds, batch.observed)
+        own = cast("StreamedDecoder", self._decoder)
+        if batch.exact is not None and self._copies is not None:
+            own.start(*arguments, rows, batch.bounds, batch.observed, Exact(batch.exact, self._copies))
+        elif rows is not None or batch.bounds is not None or batch.observed is not None:
+            own.start(*arguments, rows, batch.bounds, batch.observed)
         else:
             self._decoder.start(*arguments)
 

@@ -47,6 +47,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     streaming: dict[str, Any]  # pages that steps read from the store because no memory holds them
     speculation: dict[str, Any]  # drafted tokens, how many were right, and what a drafted row costs beside a step
     weights: dict[str, Any]  # where they lie, and what passes read of them; empty when nobody says
+    exact: dict[str, int]  # copies of tokens beside packed pages, and rows computed again for them; empty without any
 
 
 class Meter:
@@ -146,6 +147,7 @@ class StatusBoard:
             streaming=streams.streaming,
             speculation=streams.speculation,
             weights=msgspec.to_builtins(self._weights()),
+            exact={} if streams.ladders is None else streams.ladders.statistics(),
             store=msgspec.to_builtins(self._pager.store.statistics()) if self._pager.store is not None else {},
         )
 

@@ -194,13 +194,17 @@ class StepLoop:
             self._failures += 1
             log.exception("a step failed")
             self._streams.fail_all(EngineFailed("a step could not be computed", hint="`tierd logs` shows why"))
-            findings = self._pager.check()
+            findings = self._findings()
             if self._failures >= MAX_FAILURES or findings:
                 raise EngineFailed(f"giving up after a failed step: {'; '.join(findings[:3]) or 'too many'}") from exc
             return True
         if self._streams.totals.steps > steps:
             self._failures = 0
         return worked
+
+    def _findings(self) -> list[str]:
+        ladders = self._streams.ladders
+        return self._pager.check() + ([] if ladders is None else ladders.pages.check())
 
     def _tell(self) -> None:
         if events := self._streams.take_events():
@@ -216,7 +220,7 @@ class StepLoop:
         now_s = self._clock()
         if now_s - self._checked_s >= CHECK_EVERY_S and not len(self._streams):
             self._checked_s = now_s
-            for finding in self._pager.check():
+            for finding in self._findings():
                 log.error("page table: %s", finding)
                 self._emit([Event(0, "notice", {"text": f"page table: {finding}"})])
         return IDLE_NAP_S

@@ -21,10 +21,13 @@ TIMEOUT_S = 60.0  # without any page that came
 
 
 def generate(pager: Pager, runner: Runner, request: Request, max_rows: int, clock: Callable[[], float]) -> list[int]:
-    """The tokens of the answer. Raises EngineFailed when pages do not come, TierFull when they can't.
+    """The tokens of the answer. Raises EngineFailed when pages do not come, TierFull when they can't, and ValueError
+    for a request under a ladder: this loop keeps no exact copies.
 
     `runner` should be one with `overlap=False`.
     """
+    if request.rungs is not None:
+        raise ValueError(f"there are no exact copies here for {request.rungs}")
     lease = pager.match(request.findable, request.salt)
     bounded.begin(request, runner.new_selection, pager.page_tokens)
     try:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tierd.daemon.engine import batch, bounded, scheduler
 from tierd.daemon.engine.bounded import bound_of, chooses, kept_places, wanted_by
 from tierd.daemon.engine.guesses import Costs, Guesses, Wish
+from tierd.daemon.engine.ladder import Ladders, Span, blocks
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import GaveWay, Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates
@@ -52,6 +53,7 @@ class Part:
     wanted: Pick | Lesson | None = None  # the row chooses what it reads of its pages, or those after it will
     kept: batch.Addresses | None = None  # which of its lease's pages the rows see, if that is not for `bound` to say
     observed: int = 0  # it is to be told of so many of the last rows how much they look at each page
+    exact: batch.Addresses | None = None  # copies of the pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Work:
     chunk: Chunk
     decodes: bool
     parts: list[Part]
+    missing: Sequence[Span] = ()  # tokens whose exact copies have to be made up first
 
     @property
     def rows(self) -> int:
@@ -74,7 +77,7 @@ class Steps:
 
     def __init__(
         self, pager: Pager, runner: Runner, limits: Limits, clock: Callable[[], float], totals: Totals,
-        speculator: Speculator,
+        speculator: Speculator, ladders: Ladders | None = None,
     ) -> None:  # fmt: skip
         self.speculator = speculator
         self._pager = pager
@@ -82,6 +85,7 @@ class Steps:
         self._limits = limits
         self._clock = clock
         self._totals = totals
+        self._ladders = ladders
         self._estimator = CostEstimator()
         self._lost_steps = 0  # in a row
         self._gave_way = False  # the last step
@@ -131,7 +135,30 @@ class Steps:
             except Exception as exc:
                 failed.append((item, exc))
         # Slots for one chunk may have cost another one a page in memory: look again, now that all have theirs.
-        return [found for item in work if (found := self._located(item)) is not None], failed
+        return self._with_copies([found for item in work if (found := self._located(item)) is not None]), failed
+
+    def _with_copies(self, work: list[Work]) -> list[Work]:
+        """The same with the exact copies of those that have some: first nobody holds more than it needs."""
+        ladders, size = self._ladders, self._limits.page_tokens
+        if ladders is None:
+            return work
+        missing = [
+            () if item.request.rungs is None else ladders.prepare(item.request.rungs, lease_of(item), item.chunk.start)
+            for item in work
+        ]
+        found: list[Work] = []
+        for item, spans in zip(work, missing, strict=True):
+            if (rungs := item.request.rungs) is None:
+                found.append(item)
+                continue
+            ladders.cover(rungs, item.chunk.start, item.chunk.start + item.chunk.count)
+            parts = []
+            for part in item.parts:
+                pages, exact = ladders.table(rungs, part.pages, part.start, part.start // size)
+                streamed = self._pager.tables.streamed(part.lease, pages)
+                parts.append(replace(part, pages=pages, exact=exact, streamed=streamed))
+            found.append(replace(item, parts=parts, missing=spans))
+        return found
 
     def _addressed(self, part: Part) -> Part:
         pages, wanted = bounded.pages_of(self._pager, part.lease, _end(part), part.bound, part.wanted, part.kept)
@@ -162,13 +189,15 @@ class Steps:
         """
         parts = [part for item in work for part in item.parts]
         rows = [
-            batch.Rows(part.tokens, part.start, part.pages, part.sample, part.bound, part.observed) for part in parts
+            batch.Rows(part.tokens, part.start, part.pages, part.sample, part.bound, part.observed, part.exact)
+            for part in parts
         ]
-        started_s, picked_bytes = self._clock(), self._runner.picked_bytes
         for item in work:
-            item.request.times.started_s = item.request.times.started_s or started_s
+            item.request.times.started_s = item.request.times.started_s or self._clock()
         streamed = [key for part in parts for key in part.streamed]
         try:
+            self._make_up(work)
+            started_s, picked_bytes = self._clock(), self._runner.picked_bytes
             with self._totals.pace.step(sum(item.rows for item in work), self._clock):
                 built = batch.build(rows, self._limits.page_tokens)
                 wanted = [(place, part.wanted) for place, part in enumerate(parts) if part.wanted is not None]
@@ -176,9 +205,11 @@ class Steps:
                 logits = self._runner.run(built, streamed, gives_way, wanted)
         except StagingLost as lost:
             self._lose(lost)
+            self._void(work)
             return None
         except GaveWay:
             self._gave_way = True
+            self._void(work)
             self._totals.dropped_steps += 1
             return None
         self._gave_way = False
@@ -187,6 +218,39 @@ class Steps:
         self._measure(work, started_s, self._clock(), bool(streamed) or self._runner.picked_bytes > picked_bytes)
         ends = np.cumsum([sum(part.sample for part in item.parts) for item in work])
         return np.split(logits, ends[:-1])
+
+    def _make_up(self, work: list[Work]) -> None:
+        """Compute the rows whose exact copies are missing. Nothing else is written by them."""
+        ladders, most = self._ladders, self._limits.max_rows
+        if ladders is None or not any(item.missing for item in work):
+            return
+        made: list[tuple[batch.Rows, list[PageKey]]] = []
+        for item in work:
+            if item.missing and (rungs := item.request.rungs) is not None:
+                made += ladders.rows(rungs, lease_of(item), item.request.tokens, item.missing, most)
+        try:
+            while made:
+                ends = np.cumsum([len(rows.tokens) for rows, _ in made])
+                now, made = made[: (count := int((ends <= most).sum()))], made[count:]
+                built = batch.build([rows for rows, _ in now], self._limits.page_tokens)
+                self._runner.run(built, [key for _, streamed in now for key in streamed])
+        except BaseException:
+            for item in work:
+                if item.missing and item.request.rungs is not None:
+                    ladders.forget(item.request.rungs)
+            raise
+        for item in work:
+            self._totals.cached_tokens -= item.request.made_up(item.missing)
+            count = sum(stop - first for first, stop in item.missing)
+            self._totals.prefill_rows += count
+            ladders.made_up_rows += count
+
+    def _void(self, work: list[Work]) -> None:
+        """A step counts for nothing: the copies that it was to write go back."""
+        for item in work:
+            if self._ladders is not None and (rungs := item.request.rungs) is not None:
+                self._ladders.trust(rungs, item.chunk.start)
+                self._ladders.settle(rungs, lease_of(item), item.chunk.start)
 
     def _may_give_way(self, work: list[Work]) -> bool:
         """Whether this step is one for which a newcomer would wait for long: prompts alone, and many rows of them.
@@ -237,6 +301,8 @@ class Steps:
             request.computed += 1
             self._totals.right_drafts += 1
         self.speculator.learn(request.draft, drawn, len(logits) - 1)
+        if self._ladders is not None and request.rungs is not None:
+            self._ladders.trust(request.rungs, request.computed)
         return over
 
     def _measure(self, work: list[Work], started_s: float, now_s: float, was_read: bool) -> None:
@@ -288,10 +354,22 @@ def _parts(request: Request, chunk: Chunk, limits: Limits) -> list[Part]:
         ]  # fmt: skip
     drafted = request.draft.tokens[: chunk.count - len(known)]
     sample = 1 + len(drafted) if chunk.sample and request.embedding is None else 0
+    if request.rungs is not None:  # block by block: each sees other tokens exact
+        rows, stop = [*known, *drafted], start + chunk.count
+        return [
+            Part(lease, rows[first - start : end - start], first, max(0, min(sample - (stop - end), end - first)),
+                 nowhere, [])
+            for first, end in blocks(request.rungs.ladder, start, stop, chunk.count)
+        ]  # fmt: skip
     bound, end = bound_of(request, start, limits.page_tokens, limits.window), start + len(known)
     wanted, kept = wanted_by(request, lease, start, end, limits.page_tokens), kept_places(request, lease, start)
     observed = request.heavy.observes(start, end) if request.heavy is not None else 0
     return [Part(lease, [*known, *drafted], start, sample, nowhere, [], bound, wanted, kept, observed)]
+
+
+def lease_of(item: Work) -> Lease:
+    """That of its request, which is no beam search."""
+    return item.parts[0].lease
 
 
 def _end(part: Part) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tierd.daemon.engine import bounded, fetch, scheduler, sharing
 from tierd.daemon.engine.beams import MAX_RESTARTS, Beams
+from tierd.daemon.engine.ladder import Ladders
 from tierd.daemon.engine.outbox import Outbox
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import Runner
@@ -43,7 +44,7 @@ class Streams:
 
     def __init__(
         self, pager: Pager, runner: Runner, limits: Limits, clock: Callable[[], float],
-        prefixes: Prefixes | None = None, speculator: Speculator | None = None,
+        prefixes: Prefixes | None = None, speculator: Speculator | None = None, ladders: Ladders | None = None,
     ) -> None:  # fmt: skip
         self._pager = pager
         self._prefixes = prefixes if prefixes is not None else Prefixes(pager, None)
@@ -55,7 +56,8 @@ class Streams:
         self._outbox = Outbox()
         self._following: dict[int, Following] = {}  # as of the last snapshot
         self.totals = Totals()
-        self._steps = Steps(pager, runner, limits, clock, self.totals, speculator or Speculator())
+        self.ladders = ladders
+        self._steps = Steps(pager, runner, limits, clock, self.totals, speculator or Speculator(), ladders)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -173,11 +175,7 @@ class Streams:
         if not self._pager.leases:
             self._moved_s = self._still_s = now_s  # nobody waited for pages, however long ago the last turn was
         try:
-            again = request.private or request.times.admitted_s > 0.0 or request.resumed > 0
-            known = [] if request.private else request.findable
-            lease = self._pager.match(
-                known, request.salt, again=again, tenant=request.tenant, quota_pages=request.quota_pages
-            )
+            lease = bounded.match(self._pager, request, self.ladders)
         except Exception as exc:
             self.fail(request, exc)
             return
@@ -247,6 +245,7 @@ class Streams:
             return
         request.settled = True
         request.covered(lease)
+        bounded.promise(request, lease, self.ladders)
         if not request.accepted:
             request.accepted = True
             if request.fetched_pages:
@@ -336,7 +335,7 @@ class Streams:
         lease.unseen = bounded.unseen_pages(request, request.computed, self._limits)
         size = self._limits.page_tokens
         if not request.private and request.computed // size > before // size:
-            bounded.commit(self._pager, request, lease)
+            bounded.commit(self._pager, request, lease, self.ladders)
             self._accept(request, lease)
 
     def _keep(self, request: Request, lease: Lease) -> None:
@@ -397,4 +396,4 @@ class Streams:
         elif lease is not None:
             known = request.exact if request.phase is not Phase.FETCHING and not request.private else []
             request.computed = 0
-            self._pager.release(lease, known)
+            bounded.release(self._pager, request, lease, known, self.ladders)

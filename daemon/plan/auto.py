@@ -53,7 +53,7 @@ def choose_sizes(
         spec, kv_format=settings.kv_format, store_format=settings.store_format,
         device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=tokens, max_batch=settings.max_batch, max_streams=settings.max_streams,
-        threads=threads,
+        threads=threads, ladder=(settings.kv_exact_first, settings.kv_exact_last),
     ).workspace  # fmt: skip
     usable = min(machine.available_ram, machine.total_ram)
     wanted_weights = weights_bytes if settings.weights_mem is None else min(settings.weights_mem, weights_bytes)

@@ -92,6 +92,7 @@ def _block(
         spec, kv_format=settings.kv_format, store_format=settings.store_format,
         device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=context, max_batch=rows, max_streams=streams, threads=threads,
+        ladder=(settings.kv_exact_first, settings.kv_exact_last),
     )  # fmt: skip
     usable = min(computer.available_ram, computer.total_ram)
     room = usable - usable // 10 - sizes.device_bytes - sizes.host_bytes - bytes_of.workspace
@@ -99,7 +100,8 @@ def _block(
         return None
     if settings.weights_mem is None:
         sizes = sizes._replace(weights_bytes=room)
-    limits = Limits(settings.kv_format, rows, streams, threads, context, settings.store_format)
+    ladder = settings.kv_exact_first, settings.kv_exact_last
+    limits = Limits(settings.kv_format, rows, streams, threads, context, settings.store_format, ladder)
     load = Load(max(extent.prompt_tokens, 1), max(extent.answer_tokens, 1), streams)
     try:
         task = cpu_task(subject, load, sizes, computer, measured, limits)

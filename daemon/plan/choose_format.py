@@ -64,8 +64,9 @@ def choose_format(
     subject = Subject("", "", shape, tuple(formats), context=context)
     sizes = choose_sizes(settings, computer, spec, formats[-1][1].total, context, threads).sizes
     limits = Limits(
-        settings.kv_format, settings.max_batch, settings.max_streams, threads, context, settings.store_format
-    )
+        settings.kv_format, settings.max_batch, settings.max_streams, threads, context, settings.store_format,
+        (settings.kv_exact_first, settings.kv_exact_last),
+    )  # fmt: skip
     load = Load(tokens - tokens // 4, tokens // 4, 1)
     outcome = planner.plan(cpu_task(subject, load, sizes, computer, measured, limits))
     name = formats[-1][0] if outcome is None else outcome.format.weights

@@ -37,6 +37,7 @@ class Limits(NamedTuple):
     threads: int
     context: int
     store_format: str = SAME
+    ladder: tuple[int, int] = (0, 0)  # `kv_exact_first`, `kv_exact_last`
 
 
 def cpu_task(
@@ -94,7 +95,7 @@ def engine_of(subject: Subject, sizes: Sizes, limits: Limits) -> EngineBytes | N
         subject.shape.spec, kv_format=limits.kv_format, store_format=limits.store_format,
         device_bytes=sizes.device_bytes, host_bytes=sizes.host_bytes,
         nvme_bytes=sizes.nvme_bytes, context=limits.context, max_batch=limits.max_batch,
-        max_streams=limits.max_streams, threads=limits.threads,
+        max_streams=limits.max_streams, threads=limits.threads, ladder=limits.ladder,
     )  # fmt: skip
 
 

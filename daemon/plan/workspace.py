@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tierd.daemon.engine_config import SAME
 from tierd.daemon.models.spec import ModelSpec
-from tierd.kernels.layout import PageLayout
+from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 
 MIN_PREFILL_ROWS = 4  # daemon.engine.scheduler
 SLOT_BLOCK_BYTES = 4096  # tiers.slot: a slot is whole blocks
@@ -46,20 +46,21 @@ class EngineBytes(NamedTuple):
     vectors: int  # norms and biases, copied
     sinks: int  # queries of rows that see sinks; there once such a row has come
     logits: int  # of a step in which every stream draws a token
+    exact: int  # copies of tokens that are packed as well
     ring_share: float
     stream_parts: int
 
     @property
     def workspace(self) -> int:
         """Memory beside weights and arenas."""
-        return self.tables + self.scratch + self.vectors + self.sinks + self.logits
+        return self.tables + self.scratch + self.vectors + self.sinks + self.logits + self.exact
 
 
 def engine_bytes(
     spec: ModelSpec, *, kv_format: str, device_bytes: int, host_bytes: int, nvme_bytes: int, context: int,
-    max_batch: int, max_streams: int, threads: int, store_format: str = SAME,
+    max_batch: int, max_streams: int, threads: int, store_format: str = SAME, ladder: tuple[int, int] = (0, 0),
 ) -> EngineBytes:  # fmt: skip
-    """The bytes of an engine with these settings. `context` 0: the model's own."""
+    """The bytes of an engine with these settings. `context` 0: the model's own. `ladder`: `kv_exact_first`, `_last`."""
     layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, kv_format)
     page = layout.record_bytes
     device_slots, host_slots = device_bytes // page, host_bytes // page
@@ -82,9 +83,25 @@ def engine_bytes(
         vectors=vector_bytes(spec),
         sinks=sink_bytes(spec, max_rows),
         logits=max_streams * padded(spec.vocab) * 4,
+        exact=exact_bytes(spec, ladder, max_batch, max_streams),
         ring_share=ring_bytes(layout, 1) / page,
         stream_parts=stream_parts(layout),
     )
+
+
+def copies_needed(ladder: tuple[int, int], max_rows: int, max_streams: int) -> int:
+    """Exact copies that requests hold at once at most, in pages: of the first and of the last tokens that each sees
+    exact (`kernels.rows.Ladder`), and of what a step writes. Chunks may begin and end within pages."""
+    return max_streams * (sum(ladder) // PAGE_TOKENS + 2) + -(-max_rows // PAGE_TOKENS)
+
+
+def exact_bytes(spec: ModelSpec, ladder: tuple[int, int], max_batch: int, max_streams: int) -> int:
+    """Memory of the exact copies beside packed pages; 0 without a ladder, whose last tokens are 0 then."""
+    if not ladder[1]:
+        return 0
+    max_rows = max(max_batch, max_streams + MIN_PREFILL_ROWS)
+    record = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim).record_bytes
+    return copies_needed(ladder, max_rows, max_streams) * record
 
 
 def slot_bytes(layout: PageLayout) -> int:

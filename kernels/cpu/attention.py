@@ -28,7 +28,8 @@ are selected away before they are multiplied, so that stale memory, NaN included
 In a page record a head's keys are [head_dim][token] and its values [token][head_dim] (see layout.py): then both sums
 above are the microkernel of the matrix product, lanes being tokens in the first and dimensions in the second. Pages of
 other formats than fp32 are widened first, or, packed ones with few queries, while they are multiplied (see
-attention_packed.py): a packed page is attended as what its codes stand for.
+attention_packed.py): a packed page is attended as what its codes stand for. Of a page that has an *exact copy*, see
+batch.py, that is read instead; both pages of a step have one, or none has.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from tierd.kernels.cpu.attention_step import (
     merge_sums,
 )
 from tierd.kernels.cpu.microkernel import PAIR_ROWS
-from tierd.kernels.cpu.pages import FP32, INT8, widen_keys, widen_values
+from tierd.kernels.cpu.pages import FP32, INT8, exact_at, widen_keys, widen_values
 from tierd.kernels.cpu.simd import load8, load_i32, load_i64, prefetch, store8, store_i32
 from tierd.kernels.cpu.team import PHASE_BYTES, finish, take, wait_for
 
@@ -144,7 +145,8 @@ def _attend_pages(
     # More queries read a step's pages several times. Those of a prefill find them in a cache, where the parts before
     # have brought them; those of a segment wait for memory, and do so least while they copy what they need.
     in_place = job.key_format == FP32 and (interleaved or in_prefill)
-    unpacked = scratch if job.key_format >= INT8 and rows * group <= PACKED_QUERIES else _NONE
+    packed = scratch if job.key_format >= INT8 and rows * group <= PACKED_QUERIES else _NONE
+    copies = table - job.pages + job.exact if job.exact != 0 else _NONE
     while page <= last_page:
         at0 = load_i64(table + 8 * page) + plane
         at1 = load_i64(table + 8 * (page + 1)) + plane if page < last_page else _NONE
@@ -156,7 +158,13 @@ def _attend_pages(
             if page + STEP_PAGES < last_page:
                 ahead1 = load_i64(table + 8 * (page + 3)) + plane - at1
         keys0, keys1, values0, values1 = at0, at1, at0 + to_values, at1 + to_values
-        if not in_place and unpacked == 0:
+        copy0 = load_i64(copies + 8 * page) if copies != 0 else _NONE
+        unpacked = packed if copy0 == 0 else _NONE
+        if copy0 != 0:  # then the second one has an exact copy as well
+            keys0, values0 = exact_at(job, layer_index, kv_head, copy0)
+            if at1 != 0:
+                keys1, values1 = exact_at(job, layer_index, kv_head, load_i64(copies + 8 * (page + 1)))
+        elif not in_place and unpacked == 0:
             keys0, values0 = scratch, scratch + 4 * page_elements
             widen_keys(job, at0, keys0)
             widen_values(job, at0 + to_values, values0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,11 +11,13 @@ from numba import njit
 from numpy.typing import NDArray
 
 from tierd.kernels.cpu.attention import SEGMENT_TOKENS
+from tierd.kernels.cpu.attention_step import STEP_TOKENS
 from tierd.kernels.cpu.simd import load_i32, load_i64
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.rows import (
     MAX_POSITION,
     Batch,
+    Exact,
     Ints,
     check_batch,
     check_bounds,
@@ -26,6 +29,7 @@ from tierd.kernels.rows import (
 Addresses = NDArray[np.int64]
 Memory = NDArray[np.uint8]
 _SEGMENT_PAGES = SEGMENT_TOKENS // PAGE_TOKENS
+_STEP_PAGES = STEP_TOKENS // PAGE_TOKENS
 
 
 def check_pages(
@@ -71,6 +75,7 @@ class Placed(NamedTuple):
     records: Ints | None = None
     sink_offsets: Ints | None = None  # [sequences]
     far: Ints | None = None
+    exact: Exact | None = None
 
 
 def place(batch: Batch, bounds: Ints | None, vocab: int, context: int, max_rows: int, has_far: bool) -> Placed:
@@ -112,7 +117,27 @@ class Cut(NamedTuple):
     cut_rows: Ints
 
 
-def cut_attention(batch: Batch, pages: Addresses, max_rows: int, few_blocks: int) -> Cut:
+def check_exact(exact: Exact, batch: Batch, bounds: Ints | None, layout: PageLayout) -> None:
+    """Raises ValueError for copies that the kernels must not touch, that are not there by whole steps, or that belong
+    to a sequence with a bound."""
+    check_vector("exact pages", exact.pages, np.int64)
+    if len(exact.pages) != batch.page_offsets[-1]:
+        raise ValueError(f"page_offsets speak of {batch.page_offsets[-1]} pages, got {len(exact.pages)} exact ones")
+    there = exact.pages != 0
+    record = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
+    check_pages(exact.pages[there], np.array([0]), [exact.memory], record, range(layout.num_layers))
+    for sequence, (first, stop) in enumerate(itertools.pairwise(batch.page_offsets.tolist())):
+        of_one = there[first:stop]
+        if bounds is not None and bounds[sequence].any() and of_one.any():
+            raise ValueError("rows with a bound have no exact copies")
+        whole = len(of_one) // _STEP_PAGES * _STEP_PAGES
+        if (of_one[:whole:_STEP_PAGES] != of_one[1:whole:_STEP_PAGES]).any():
+            raise ValueError(f"of {_STEP_PAGES} pages that are read together one has an exact copy, and one has none")
+
+
+def cut_attention(
+    batch: Batch, pages: Addresses, max_rows: int, few_blocks: int, exact: Addresses | None = None
+) -> Cut:
     """Cuts the rows into parts of at most `max_rows` rows.
 
     First into blocks of neighbouring rows of one sequence. Blocks that are neighbours and whose pages lie at the same
@@ -120,24 +145,28 @@ def cut_attention(batch: Batch, pages: Addresses, max_rows: int, few_blocks: int
     their segments are parts, to be shared among the threads.
     """
     _, positions, row_seq, page_offsets, _ = batch
-    addresses = (array.ctypes.data for array in (positions, row_seq, page_offsets, pages))
-    return Cut(*_cut(len(positions), *addresses, max_rows, few_blocks))
+    addresses = [array.ctypes.data for array in (positions, row_seq, page_offsets, pages)]
+    copies = addresses[-1] if exact is None else exact.ctypes.data  # then only pages are compared
+    return Cut(*_cut(len(positions), *addresses, copies, max_rows, few_blocks))
 
 
 @njit(nogil=True, cache=True)
-def _common_segments(positions, row_seq, page_offsets, pages, row, other):
+def _common_segments(positions, row_seq, page_offsets, pages, copies, row, other):
     """Segments from the first on that rows `row` and `other` see whole and read at the same addresses."""
     stop = (min(load_i32(positions + 4 * row), load_i32(positions + 4 * other)) + 1) // SEGMENT_TOKENS
-    ours = pages + 8 * load_i32(page_offsets + 4 * load_i32(row_seq + 4 * row))
-    theirs = pages + 8 * load_i32(page_offsets + 4 * load_i32(row_seq + 4 * other))
+    ours = 8 * load_i32(page_offsets + 4 * load_i32(row_seq + 4 * row))
+    theirs = 8 * load_i32(page_offsets + 4 * load_i32(row_seq + 4 * other))
     for page in range(stop * _SEGMENT_PAGES):
-        if load_i64(ours + 8 * page) != load_i64(theirs + 8 * page):
+        mine, other_one = ours + 8 * page, theirs + 8 * page
+        if load_i64(pages + mine) != load_i64(pages + other_one):
+            return page // _SEGMENT_PAGES
+        if load_i64(copies + mine) != load_i64(copies + other_one):
             return page // _SEGMENT_PAGES
     return stop
 
 
 @njit(nogil=True, cache=True)
-def _cut(rows, positions, row_seq, page_offsets, pages, max_rows, few_blocks):
+def _cut(rows, positions, row_seq, page_offsets, pages, copies, max_rows, few_blocks):
     """`cut_attention` on the addresses of its arrays: loops that are short, but thousands of steps in a large batch."""
     first = np.empty(rows + 1, np.int64)  # row of each block
     blocks = 0
@@ -151,7 +180,7 @@ def _cut(rows, positions, row_seq, page_offsets, pages, max_rows, few_blocks):
     common = np.zeros(blocks + 1, np.int64)  # segments that block b - 1 and block b can have computed together
     for b in range(1, blocks):
         if first[b + 1] - first[b - 1] <= max_rows:  # never so for blocks of one sequence: the first of them is full
-            common[b] = _common_segments(positions, row_seq, page_offsets, pages, first[b - 1], first[b])
+            common[b] = _common_segments(positions, row_seq, page_offsets, pages, copies, first[b - 1], first[b])
 
     segments = np.empty(blocks, np.int64)
     slots = np.full(blocks, -1, np.int64)

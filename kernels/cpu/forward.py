@@ -61,6 +61,8 @@ JOB = np.dtype(
     + [(name, np.int64) for name in ("cut_rows", "num_cut_rows", "sums", "segments")]
     # of bounded rows: a record each, their queries for sinks, where sinks lie, angles beyond the tables; bounds 0: none
     + [(name, np.int64) for name in ("bounds", "sink_queries", "sink_offsets", "far_cos", "far_sin")]
+    # addresses of exact copies, one for each of `pages`, and 0 for a page without; 0: no page has one
+    + [("exact", np.int64)]
     # of rows that are observed, see masses.py
     + [(name, np.int64) for name in ("observed", "num_observed", "masses", "mass_pages", "mass_parts")]
     + [(name, np.int64) for name in ("num_logits", "logit_rows", "logits", "logits_stride")]

@@ -7,7 +7,7 @@ from numba import njit
 
 from tierd.kernels.cpu.attention import BOUND_BYTES
 from tierd.kernels.cpu.matmul import gather_row
-from tierd.kernels.cpu.pages import turn, write_token
+from tierd.kernels.cpu.pages import exact_at, turn, write_exact, write_token
 from tierd.kernels.cpu.simd import (
     add,
     div,
@@ -28,6 +28,7 @@ from tierd.kernels.cpu.simd import (
 from tierd.kernels.cpu.team import finish, take, wait_for
 
 _PAGE_TOKENS = 16
+_NO_PAGE = np.int64(0)
 _ACTIVATION_COLS = 512  # columns of one item of `activate`
 
 
@@ -157,6 +158,7 @@ def _rotate_and_write(job, layer_index, q_norm, k_norm, row):
             turn(at, job.head_dim, job.rotation)
     table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * row))
     page = load_i64(table + 8 * (position // _PAGE_TOKENS)) + layer_index * job.layer_bytes
+    copy = load_i64(table - job.pages + job.exact + 8 * (position // _PAGE_TOKENS)) if job.exact != 0 else _NO_PAGE
     for head in range(job.kv_heads):
         at = keys + head * head_bytes
         if k_norm != 0:
@@ -164,6 +166,9 @@ def _rotate_and_write(job, layer_index, q_norm, k_norm, row):
         _rotate(at, cos, sin, job.head_dim, np.float32(1))
         if job.rotation > 1:
             turn(at, job.head_dim, job.rotation)
+        if copy != 0:
+            exact_keys, exact_values = exact_at(job, layer_index, head, copy)
+            write_exact(job, at, values + head * head_bytes, exact_keys, exact_values, position % _PAGE_TOKENS)
         page_keys = page + head * job.key_head_bytes
         page_values = page + job.plane_bytes + head * job.value_head_bytes
         write_token(job, at, values + head * head_bytes, page_keys, page_values, position % _PAGE_TOKENS)

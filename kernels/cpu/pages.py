@@ -170,6 +170,23 @@ def _pack_value(job, x, at, token):
 
 
 @njit(nogil=True, cache=True)
+def exact_at(job, layer_index, kv_head, record):
+    """Where one head's keys and values lie in the exact copy of a page: a record of float32, keys turned as queries
+    are."""
+    head_bytes = 4 * _PAGE_TOKENS * job.head_dim
+    keys = record + (2 * layer_index * job.kv_heads + kv_head) * head_bytes
+    return keys, keys + job.kv_heads * head_bytes
+
+
+@njit(nogil=True, cache=True)
+def write_exact(job, key, value, keys, values, token):
+    """Writes one head's key and value into the exact copy of their page. The key is a turned one, not packed yet."""
+    for d in range(0, job.head_dim, 8):
+        scatter8(keys + 4 * (d * _PAGE_TOKENS + token), 4 * _PAGE_TOKENS, load8(key + 4 * d))
+        store8(values + 4 * (token * job.head_dim + d), load8(value + 4 * d))
+
+
+@njit(nogil=True, cache=True)
 def write_token(job, key, value, keys, values, token):
     """Writes one head's key (a column of the page) and value (a row). A packed page's first token comes first; its
     key is changed."""
@@ -178,9 +195,7 @@ def write_token(job, key, value, keys, values, token):
         _pack_key(job, key, keys, token)
         _pack_value(job, value, values, token)
     elif job.key_format == FP32:
-        for d in range(0, head_dim, 8):
-            scatter8(keys + 4 * (d * _PAGE_TOKENS + token), 4 * _PAGE_TOKENS, load8(key + 4 * d))
-            store8(values + 4 * (token * head_dim + d), load8(value + 4 * d))
+        write_exact(job, key, value, keys, values, token)
     elif job.key_format == _FP16:
         for d in range(0, head_dim, 8):
             scatter8_fp16(keys + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.kernels.cpu.attention import SEGMENT_TOKENS, sums_bytes
-from tierd.kernels.cpu.batch import Addresses, Memory, Placed, check_pages, cut_attention, place
+from tierd.kernels.cpu.batch import Addresses, Memory, Placed, check_exact, check_pages, cut_attention, place
 from tierd.kernels.cpu.forward import JOB, QUERIES, WHOLE_LAYER, num_stages, work
 from tierd.kernels.cpu.hidden import final_hidden, queries
 from tierd.kernels.cpu.masses import Observed
@@ -40,7 +40,7 @@ from tierd.kernels.cpu.weights import (
 )
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.packing import PANEL_ROWS, PackedMatrix
-from tierd.kernels.rows import Batch, Ints
+from tierd.kernels.rows import Batch, Exact, Ints
 
 Floats = NDArray[np.float32]
 Choose = Callable[[Floats], tuple[Sequence[Memory], Addresses]]  # queries to memories and pages
@@ -83,6 +83,7 @@ class CpuDecoder:
         self._placed: Placed | None = None  # the rows of the last pass, alive until the next one
         self._observed: Observed | None = None  # and those of them that are observed
         self._next_layer: int | None = None  # of the pass that is open
+        self._exact: Addresses | None = None  # copies of its pages
         self._sums: Memory = np.empty(0, np.uint8)  # of attention; grows with what passes need
         self._sink_queries: Memory = np.empty(0, np.uint8)  # there once a pass has sinks
         self._far, self._far_angles = far, (np.empty(0, np.float32), np.empty(0, np.float32))
@@ -112,6 +113,7 @@ class CpuDecoder:
         bounds: Ints | None = None,
         between: Callable[[], None] | None = None,
         observed: Ints | None = None,
+        exact: Exact | None = None,
     ) -> Floats:
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
@@ -121,10 +123,10 @@ class CpuDecoder:
         layer's window, or with `bounds` [sequences, 4] what `kernels.rows.Bound` says. The rows of a sequence are
         adjacent and ascending. The other index arrays are int32. `between` is called before each layer; what it
         raises ends the pass. Of the rows `observed`, none of them with a window or sinks, `masses` tells afterwards.
-        Raises ValueError, before any memory is touched, for what doesn't fit. Drops a pass by
-        layers that is not finished.
+        `exact` copies are for sequences without a bound. Raises ValueError, before any memory is touched, for what
+        doesn't fit. Drops a pass by layers that is not finished.
         """
-        placed = self._place(Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds)
+        placed = self._place(Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds, exact)
         check_pages(pages, page_offsets, memories, self.layout, range(self.shape.num_layers))
         self.weights.require_all()
         self._require("embedding", self._embed)
@@ -151,6 +153,7 @@ class CpuDecoder:
         rows: Rows | None = None,
         bounds: Ints | None = None,
         observed: Ints | None = None,
+        exact: Exact | None = None,
     ) -> None:
         """Opens a pass that is computed layer by layer: embeds the rows. Arguments and errors as for `forward`.
 
@@ -160,9 +163,11 @@ class CpuDecoder:
         pass that is not finished is dropped.
         """
         batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
-        placed = self._place(batch, bounds)
+        placed = self._place(batch, bounds, exact)
         # What was checked must not change until `finish`.
         placed = placed._replace(batch=Batch(*(array.copy() for array in placed.batch)))
+        if exact is not None:
+            placed = placed._replace(exact=exact._replace(pages=exact.pages.copy()))
         if rows is None:
             self._require("embedding", self._embed)
         else:
@@ -205,6 +210,8 @@ class CpuDecoder:
         launch = partial(self._launch, range(1 + index, 2 + index))
         try:
             if choose is not None:
+                if self._exact is not None:
+                    raise ValueError("pages with exact copies can't be chosen")
                 self._job["steps"], self._job["pages"] = QUERIES, pages.ctypes.data
                 launch()
                 memories, pages = choose(queries(self._job))
@@ -278,10 +285,13 @@ class CpuDecoder:
         """Compiles the kernels, or loads them from Numba's cache; `progress(done, total)` counts stages."""
         warm_up(CpuDecoder, progress)
 
-    def _place(self, batch: Batch, bounds: Ints | None) -> Placed:
+    def _place(self, batch: Batch, bounds: Ints | None, exact: Exact | None) -> Placed:
         if not self._team.close.alive:
             raise ValueError("the decoder is closed")
-        return place(batch, bounds, self.shape.vocab, self.context, self.max_rows, self._far is not None)
+        placed = place(batch, bounds, self.shape.vocab, self.context, self.max_rows, self._far is not None)
+        if exact is not None:
+            check_exact(exact, batch, bounds, self.layout)
+        return placed._replace(exact=exact)
 
     def _opened(self) -> tuple[Batch, int]:
         """The rows of the open pass, and its next layer."""
@@ -318,6 +328,8 @@ class CpuDecoder:
             self._observed = Observed.make(observed, placed, shape.heads, shape.kv_heads)
             self._observed.place(job)
         self._placed, self._next_layer = placed, None
+        self._exact = None if placed.exact is None else placed.exact.pages
+        job["exact"] = 0 if self._exact is None else self._exact.ctypes.data
         for name in Batch._fields:
             job[name] = getattr(batch, name).ctypes.data
         job["rows"], job["num_logits"] = len(batch.tokens), len(batch.logit_rows)
@@ -340,7 +352,7 @@ class CpuDecoder:
         job["pages"] = pages.ctypes.data
         max_rows = int(job["block_queries"]) * shape.kv_heads // shape.heads
         few_blocks = -(-4 * threads // shape.kv_heads)  # then there are 4 items for each thread
-        self._cut = parts, cut_rows = cut_attention(batch, pages, max_rows, few_blocks)
+        self._cut = parts, cut_rows = cut_attention(batch, pages, max_rows, few_blocks, self._exact)
         job["parts"], job["num_parts"] = parts.ctypes.data, len(parts)
         job["cut_rows"], job["num_cut_rows"] = cut_rows.ctypes.data, len(cut_rows)
         # A few short blocks: threads share the heads evenly, even where two of them read the same kv head.

@@ -20,7 +20,7 @@ from tierd.kernels.packing import PackedMatrix, unpack
 from tierd.kernels.reference.moe import mixture
 from tierd.kernels.reference.packed import PAGE_DTYPES, read_packed
 from tierd.kernels.reference.paged import put_tokens
-from tierd.kernels.rows import Bound
+from tierd.kernels.rows import Bound, Ladder
 
 if TYPE_CHECKING:
     from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights
@@ -122,18 +122,25 @@ def attention(
     tables: Sequence[Sequence[int]],  # the pages of each row's sequence
     window: int = 0,
     sink_logits: torch.Tensor | None = None,  # [heads]
+    exact: tuple[torch.Tensor, torch.Tensor, Ladder] | None = None,  # keys and values as above
 ) -> torch.Tensor:  # [rows, heads, head_dim]
     """Causal attention of each row over the pages of its sequence; `window` tokens back, or all for 0.
 
-    `sink_logits`: those that a model learned (gpt-oss).
+    `sink_logits`: those that a model learned (gpt-oss). `exact`: what rows see instead of some tokens.
     """
     out = torch.empty_like(queries)
     group = queries.shape[1] // keys.shape[1]
     for row, (position, table) in enumerate(zip(positions, tables, strict=True)):
         first = max(0, position - window + 1) if window else 0
         seen = slice(first, position + 1)
-        k = torch.cat([keys[slot].float() for slot in table], 1)[:, seen].repeat_interleave(group, 0)
-        v = torch.cat([values[slot].float() for slot in table], 1)[:, seen].repeat_interleave(group, 0)
+        k, v = (torch.cat([plane[slot].float() for slot in table], 1) for plane in (keys, values))
+        if exact is not None:
+            *copies, ladder = exact
+            tokens = torch.arange(k.shape[1])
+            is_exact = ((tokens < ladder.first) | (tokens >= ladder.block(position)))[:, None]
+            planes = (torch.cat([plane[slot] for slot in table], 1) for plane in copies)
+            k, v = (torch.where(is_exact, copy, plane) for copy, plane in zip(planes, (k, v), strict=True))
+        k, v = (plane[:, seen].repeat_interleave(group, 0) for plane in (k, v))
         scores = torch.einsum("hd,htd->ht", queries[row], k) / math.sqrt(queries.shape[2])
         out[row] = torch.einsum("ht,htd->hd", _weights_of(scores, sink_logits), v)
     return out
@@ -157,8 +164,11 @@ def forward(
     logit_rows: NDArray[np.int32],
     bounds: Sequence[Bound] = (),
     inverse: torch.Tensor | None = None,
+    exact: tuple[NDArray[np.uint8], Ladder] | None = None,
 ) -> torch.Tensor:  # [logit rows, vocab]
     """`CpuDecoder` as one function: writes the rows' keys and values into the arena and returns logits.
+
+    `exact`: an arena of fp32 pages with as many slots, for what a ladder lets rows see instead.
 
     `bounds`, of each sequence, with `inverse`, the frequencies of the tables: the pages are all of them, whatever a
     bound says of its own.
@@ -167,6 +177,7 @@ def forward(
     tables = [page_table[page_offsets[s] : page_offsets[s + 1]].tolist() for s in row_seq]
     slots = torch.tensor([table[p // layout.page_tokens] for table, p in zip(tables, at.tolist(), strict=True)])
     cos_rows, sin_rows = torch.from_numpy(cos)[at], torch.from_numpy(sin)[at]
+    plain = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
     x = weights(embed)[torch.from_numpy(tokens).long()]
     for index, layer in enumerate(layers):
         normed = rms_norm(x, torch.from_numpy(layer.attn_norm), shape.norm_eps)
@@ -179,11 +190,15 @@ def forward(
         for row, (slot, position) in enumerate(zip(slots.tolist(), at.tolist(), strict=True)):
             record = torch.from_numpy(arena[slot])
             put_tokens(record, layout, index, k[row, :, None], v[row, :, None], position % layout.page_tokens)
+            if exact is not None:
+                record = torch.from_numpy(exact[0][slot])
+                put_tokens(record, plain, index, k[row, :, None], v[row, :, None], position % layout.page_tokens)
         keys, values = pages(arena, layout, index)
         sink_logits = _optional(layer.sink_logits)
         if inverse is None:
             q = rope(q, cos_rows, sin_rows)
-            attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index], sink_logits)
+            copies = None if exact is None else (*pages(exact[0], plain, index), exact[1])
+            attended = attention(q, keys, values, at.tolist(), tables, shape.windows[index], sink_logits, copies)
         else:
             attended = torch.empty_like(q)
             for s, bound in enumerate(bounds):

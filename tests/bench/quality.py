@@ -1,13 +1,12 @@
 """What page formats and bounded memory modes cost in quality: perplexity and KL divergence to exact pages.
 
     python -m tests.bench.quality [--model-dir DIR] [--context 1024] [--windows 2] [--formats fp16,k8v8,k8v4]
-        [--ladders k8v4,k4v4 --exact-first 4 --exact-last 128] [--mode sinks=4,window=508]... [--json FILE]
+        [--ladders k8v4,k4v4 --exact-first 32 --exact-last 64,128] [--mode sinks=4,window=508]... [--json FILE]
     python -m tests.bench.quality --endless 24576 --mode sinks=4,window=1020 [--mode ...]
 
 Text is the standard library's `pydoc_data.topics`, in windows of `--context` tokens with nothing before them. All
 formats walk through a window in step with fp32 pages. A format is measured through the kernels, as the daemon would
-run it. A ladder is not: its pages are fp32, and what is older than the newest `--exact-last` tokens, the first
-`--exact-first` pages apart, is replaced by what packed pages would give back, 16 tokens at a time.
+run it, and so is a ladder: each of `--ladders` with each of `--exact-first` and `--exact-last`.
 
 A mode is measured through the kernels, over fp32 pages. With `select=K` and `h2o=N` every token beyond the first K
 pages, or N tokens, counts as one of an answer: in a daemon the prompt is exact. With `--endless` one text of so many
@@ -37,16 +36,17 @@ from tokenizers import Tokenizer
 from tierd.daemon import kv_mode
 from tierd.daemon.engine.batch import Batch
 from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
+from tierd.daemon.engine.ladder import blocks
 from tierd.daemon.engine.model.load import Weights, load_weights
 from tierd.daemon.engine.model.rope import angles, frequencies, tables
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.selection import Pick, Selection, Wanted
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.spec import ModelSpec
-from tierd.kernels import reference
 from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PAGE_FORMATS, PAGE_TOKENS, PageLayout
+from tierd.kernels.rows import Exact, Ladder
 from tierd.tiers.page import PageKey
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -233,37 +233,35 @@ def bounded(text: str, weights: Weights, spec: ModelSpec, context: int) -> Subje
     return kind(text, weights, spec, context)
 
 
-class Ladder(Subject):
-    """fp32 pages, of which older ones hold what pages of `page_format` would give back."""
+class OnLadder(Subject):
+    """Packed pages, of whose tokens a row sees the first ones and those of its own block exact."""
 
-    def __init__(
-        self, weights: Weights, spec: ModelSpec, page_format: str, context: int, first_pages: int, last_pages: int
-    ) -> None:
-        super().__init__(f"{page_format} ladder", weights, spec, "fp32", context)
-        self.page_format, self._first, self._last = page_format, first_pages, last_pages
-        self._packed = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, page_format)
+    def __init__(self, weights: Weights, spec: ModelSpec, page_format: str, context: int, ladder: Ladder) -> None:
+        super().__init__(
+            f"{page_format}, exact first {ladder.first}, last {ladder.last}", weights, spec, page_format, context
+        )
+        self.ladder, self._context = ladder, context
+        self.exact = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim)
+        self._copies = np.zeros((len(self._pages), self.exact.record_bytes), np.uint8)
+        self._places = self._copies.ctypes.data + np.arange(len(self._copies)) * self.exact.record_bytes
 
     @property
     def token_bytes(self) -> float:
-        pages, exact = len(self.arena), min(self._first + self._last, len(self.arena))
-        return (self._packed.payload_bytes * (pages - exact) + self.layout.payload_bytes * exact) / pages / PAGE_TOKENS
+        exact = self.exact.payload_bytes / PAGE_TOKENS * (self.ladder.first + self.ladder.last)
+        return super().token_bytes + exact / self._context
 
-    def run(self, tokens: Ints, start: int) -> LogProbs:
-        parts = []
-        for at in range(0, len(tokens), PAGE_TOKENS):
-            parts.append(super().run(tokens[at : at + PAGE_TOKENS], start + at))
-            page = (start + at) // PAGE_TOKENS - self._last + 1
-            if page >= self._first:
-                self._repack(torch.from_numpy(self.arena[page]))
-        return torch.cat(parts)
-
-    def _repack(self, record: torch.Tensor) -> None:
-        packed = torch.zeros(self._packed.record_bytes, dtype=torch.uint8)
-        for layer in range(self.layout.num_layers):
-            keys, values = reference.page_planes([record], record.data_ptr(), self.layout, layer)
-            reference.put_tokens(packed, self._packed, layer, keys, values, 0)
-            keys, values = reference.page_planes([packed], packed.data_ptr(), self._packed, layer)
-            reference.put_tokens(record, self.layout, layer, keys.float(), values.float(), 0)
+    def logits(self, tokens: Ints, start: int) -> NDArray[np.float32]:
+        parts, page = [], np.arange(len(self._pages)) * PAGE_TOKENS
+        for first, end in blocks(self.ladder, start, start + len(tokens), CHUNK_TOKENS):
+            rows = np.arange(end - first, dtype=np.int32)
+            is_exact = (page < self.ladder.first) | (page >= self.ladder.block(first))
+            found = self._decoder.forward(
+                [self.arena], tokens[first - start : end - start], rows + np.int32(first),
+                np.zeros(len(rows), np.int32), self._pages, np.array([0, len(self._pages)], np.int32), rows,
+                exact=Exact(np.where(is_exact, self._places, 0), self._copies),
+            )  # fmt: skip
+            parts.append(found)
+        return np.concatenate(parts)
 
 
 @dataclass
@@ -338,8 +336,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--formats", default=",".join(packed))
     parser.add_argument("--ladders", default="", help="formats of the older pages of ladders")
-    parser.add_argument("--exact-first", type=int, default=4, help="pages of a ladder that stay exact (sinks)")
-    parser.add_argument("--exact-last", type=int, default=128, help="newest tokens of a ladder that are exact")
+    parser.add_argument("--exact-first", default="32", help="first tokens of ladders that are exact, in steps of 32")
+    parser.add_argument("--exact-last", default="128", help="tokens of their blocks, in steps of 32")
     parser.add_argument("--mode", action="append", default=[], help="a bounded memory mode; repeatable")
     parser.add_argument("--endless", type=int, default=0, help="tokens of one text beyond the context")
     parser.add_argument("--json", type=Path)
@@ -358,8 +356,13 @@ def main() -> None:
         return
     formats, ladders = ([name for name in names.split(",") if name] for names in (options.formats, options.ladders))
     subjects = [Subject(name, weights, spec, name, context) for name in ("fp32", *formats)]
-    last_pages = options.exact_last // PAGE_TOKENS
-    subjects += [Ladder(weights, spec, name, context, options.exact_first, last_pages) for name in ladders]
+    firsts, lasts = ([int(one) for one in given.split(",")] for given in (options.exact_first, options.exact_last))
+    subjects += [
+        OnLadder(weights, spec, name, context, Ladder(first, last))
+        for name in ladders
+        for last in lasts
+        for first in firsts
+    ]
     subjects += [bounded(mode, weights, spec, context) for mode in options.mode]
     found = measure(subjects, tokens, context)
     exact_bytes = found["fp32"]["token_bytes"]

@@ -11,6 +11,7 @@ import pytest
 from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.config import (
     Settings,
+    default_mode,
     is_loopback,
     load,
     load_anyway,
@@ -80,7 +81,8 @@ def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Pat
         "weights_mem": "3GB", "host_weights_mem": "4GB", "card": "off",
             "speculate": "off", "kv_mode": "window=64", "draft": "smollm2:135m",
         "nvme_min_free": "auto", "nvme_daily_writes": "50GB", "yield_device_mem": "2GB",
-        "threads": "3", "kv_format": "bf16", "store_format": "k8v8", "ctx": "4096", "max_batch": "64",
+        "threads": "3", "kv_exact_first": "0", "kv_exact_last": "0",
+        "kv_format": "bf16", "store_format": "k8v8", "ctx": "4096", "max_batch": "64",
         "max_streams": "4", "max_queue": "5", "keep_alive": "never", "log_level": "debug", "log_format": "json",
         "offline": "true", "default_model": "x", "keys_file": str(tmp_path / "k.json"),
         "batches_dir": str(tmp_path / "b"),
@@ -154,6 +156,34 @@ def test_a_memory_mode(env: dict[str, str], file: Path) -> None:
     assert load({}, env | {"TIERD_KV_MODE": "exact"}, file).settings.kv_mode == ""
     with pytest.raises(BadConfig, match=r"TIERD_KV_MODE must be a mode such as .* a window of 16 .* not 'window=3'"):
         load({}, env | {"TIERD_KV_MODE": "window=3"}, file)
+
+
+def test_exact_tokens_beside_packed_pages(env: dict[str, str], file: Path) -> None:
+    file.write_text("")
+    settings = load({"kv_format": "k8v4", "kv_exact_first": 4, "kv_exact_last": "100"}, env, file).settings
+    assert (settings.kv_exact_first, settings.kv_exact_last) == (32, 128)
+    assert default_mode(settings) == "exact_first=32,exact_last=128"
+    assert default_mode(load({"kv_mode": "window=64"}, env, file).settings) == "window=64"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_exact_last": 64}, "kv_exact_last = 64 .flag --kv-exact-last.: pages of fp32 are exact anyway"),
+        ({"kv_exact_last": 64, "kv_format": "bf16"}, "pages of bf16 are exact anyway"),
+        ({"kv_exact_first": 4, "kv_format": "k8v8"}, "kv_exact_first = 32 .* needs kv_exact_last"),
+        ({"kv_exact_last": 64, "kv_format": "k8v8", "kv_mode": "window=64"}, "excludes kv_mode = window=64"),
+        ({"kv_exact_last": 70000, "kv_format": "k8v8"}, "a whole number from 0 to 65536"),
+        ({"kv_exact_last": "-1", "kv_format": "k8v8"}, "a whole number from 0 to 65536"),
+    ],
+)
+def test_exact_tokens_that_make_no_sense(
+    env: dict[str, str], file: Path, flags: dict[str, object], message: str
+) -> None:
+    file.write_text("")
+    with pytest.raises(BadConfig, match=message) as caught:
+        load(flags, env, file)
+    assert caught.value.hint
 
 
 def test_every_page_format_is_a_setting(env: dict[str, str], file: Path) -> None:

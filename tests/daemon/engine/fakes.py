@@ -12,11 +12,13 @@ import numpy as np
 
 from tests.tiers.fakes import damaged
 from tierd.daemon.engine.heavy import FADING, OBSERVED_TOKENS
+from tierd.kernels.rows import Ladder
 from tierd.tiers.errors import PageLost
 from tierd.tiers.staging import StagingStats
 
 PAGE = 4
 VOCAB = 64
+EXACT = 1000  # added to the positions in exact copies
 RECORD = PAGE * 8  # token and position of each place, int32
 
 
@@ -25,6 +27,7 @@ class FakeDecoder:
 
     So a wrong page, a stale page or a wrong slot gives other tokens, as in a real model. A row that sees less than all
     before it says so where it writes its position: who reads that without seeing as little gets other tokens, too.
+    An exact copy of a page says by `EXACT` that it is one.
     """
 
     def __init__(self) -> None:
@@ -33,21 +36,26 @@ class FakeDecoder:
         self.batches: list[int] = []
         self.chosen: list[int] = []  # how many pages passes with rows that choose have read
 
-    def forward(self, memories, tokens, positions, row_seq, pages, page_offsets, logit_rows, bounds=None, between=None,
-                observed=None):  # fmt: skip
-        self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, observed)
+    def forward(
+        self, memories, tokens, positions, row_seq, pages, page_offsets, logit_rows, bounds=None, between=None,
+        observed=None, exact=None,
+    ):  # fmt: skip
+        self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, observed, exact)
         if between is not None:
             between()
         self.layer(0, memories, pages)
         return self.finish()
 
-    def start(self, tokens, positions, row_seq, page_offsets, logit_rows, rows=None, bounds=None, observed=None):
+    def start(
+        self, tokens, positions, row_seq, page_offsets, logit_rows, rows=None, bounds=None, observed=None, exact=None
+    ):
         self._observed = observed
         if self.fail_with is not None:
             raise self.fail_with
         self.rows += len(tokens)
         self.batches.append(len(tokens))
         self._batch = (tokens, positions, row_seq, page_offsets, logit_rows)
+        self._exact = exact
         self._bounds = np.zeros((len(page_offsets) - 1, 4), np.int32) if bounds is None else bounds
 
     def layer(self, index, memories, pages, placed=None, experts=None, choose=None):
@@ -59,6 +67,14 @@ class FakeDecoder:
             mine = places[page_offsets[row_seq[row]] + lead : page_offsets[row_seq[row] + 1]]
             mark = marked(positions[row], window, sinks) if window or not base else -1 - positions[row]
             mine[(positions[row] - base) // PAGE][positions[row] % PAGE] = (token, mark)
+        if self._exact is not None:
+            copies = [_place([self._exact.memory], int(at)) if at else None for at in self._exact.pages]
+            for row, token in enumerate(tokens):
+                _, _, lead, base = self._bounds[row_seq[row]]
+                copy = copies[page_offsets[row_seq[row]] + lead + (positions[row] - base) // PAGE]
+                if copy is not None:
+                    copy[positions[row] % PAGE] = (token, EXACT + positions[row])
+            places = [place if copy is None else copy for place, copy in zip(places, copies, strict=True)]
         if choose is not None:
             memories, pages = choose(positions.astype(np.float32)[:, None, None])
             places = [_place(memories, int(address)) for address in pages]
@@ -128,6 +144,16 @@ def expected(prompt: Sequence[int], count: int, window: int = 0, sinks: int = 0)
         seen = [*(range(sinks) if first else ()), *range(first, position + 1)]
         marks = np.array([marked(place, window, sinks) for place in seen], np.int32)
         tokens.append(int(np.argmax(logits_for(np.array(tokens, np.int32)[seen], marks))))
+    return tokens[len(prompt) :]
+
+
+def expected_on(ladder: Ladder, prompt: Sequence[int], count: int) -> list[int]:
+    """The same under a ladder."""
+    tokens = list(prompt)
+    for _ in range(count):
+        block = ladder.block(len(tokens) - 1)
+        marks = [place + EXACT * (place < ladder.first or place >= block) for place in range(len(tokens))]
+        tokens.append(int(np.argmax(logits_for(np.array(tokens, np.int32), np.array(marks, np.int32)))))
     return tokens[len(prompt) :]
 
 

@@ -10,13 +10,17 @@ from tests.daemon.engine.vocabularies import byte_level
 from tests.tiers.fakes import ROOT
 from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.daemon.engine.intake import Facts, Intake
+from tierd.daemon.engine.ladder import Ladders
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine.selection import Selection
+from tierd.daemon.engine.speculate import Speculator
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.protocol import Event, Sampling, Submit
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Ladder
 from tierd.tiers.arena import Arena
+from tierd.tiers.exact import ExactPages
 from tierd.tiers.mover import Job, JobClass
 from tierd.tiers.pager import Pager
 
@@ -52,13 +56,20 @@ def fail(obj: object, method: str, error: Exception) -> None:
     setattr(obj, method, raiser)
 
 
+def ladders(most: Ladder, nowhere: Arena, max_streams: int, max_rows: int) -> Ladders:
+    """With no more copies than are needed."""
+    slots = max_streams * ((most.first + most.last) // PAGE + 2) + -(-max_rows // PAGE)
+    return Ladders(ExactPages(Arena("exact", slots, RECORD, poison=True)), most, nowhere.address(0), PAGE)
+
+
 class Rig:
     """`host` and `store` are pages of those tiers, 0 for none; rows may choose their pages if it `selects`. Copies
     and reads run between two turns."""
 
     def __init__(
         self, slots: int = 64, *, host: int = 0, store: int = 0, max_streams: int = 4, max_rows: int = 16,
-        context: int = 200, mover: ManualMover | None = None, selects: bool = True,
+        context: int = 200, mover: ManualMover | None = None, selects: bool = True, ladder: Ladder | None = None,
+        speculator: Speculator | None = None,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.mover = mover or ManualMover(1)
@@ -79,18 +90,22 @@ class Rig:
         self.decoder = FakeDecoder()
         self.staged = StagedPages(self.store)
         capacity = self.pager.capacity_pages * PAGE
-        facts = Facts(VOCAB, context, capacity, frozenset({END}), None, add_bos=False, sampling={})
+        facts = Facts(VOCAB, context, capacity, frozenset({END}), None, add_bos=False, sampling={}, ladder=ladder)
         self.intake = Intake(facts, byte_level(), None)
         limits = Limits(max_rows, max_streams, PAGE)
         layout = PageLayout(1, 1, 1, "fp32", PAGE)  # one layer of one key and one value, 4 bytes each
         assert layout.payload_bytes == RECORD
         self.picked = PickedPages(self.store)
+        nowhere = Arena("nowhere", 1, RECORD)
+        self.ladders = None if ladder is None else ladders(ladder, nowhere, max_streams, max_rows)
         runner = Runner(
-            self.decoder, layout, (device.array, lower.array), self.staged,
+            self.decoder, layout, (device.array, lower.array, nowhere.array), self.staged,
             selections=(lambda: Selection(FakeBounds(), [0])) if selects else None,
-            picker=self.picked,
+            picker=self.picked, copies=None if self.ladders is None else self.ladders.pages.arena.array,
         )  # fmt: skip
-        self.streams = Streams(self.pager, runner, limits, self.clock)
+        self.streams = Streams(
+            self.pager, runner, limits, self.clock, speculator=speculator, ladders=self.ladders
+        )
         self.events: list[Event] = []
 
     def submit(self, number: int, tokens: list[int], max_tokens: int | None = 8, **more: Any) -> None:
@@ -105,6 +120,7 @@ class Rig:
             self.mover.run_all()
             self.events += self.streams.take_events()
             assert self.pager.check() == []
+            assert self.ladders is None or self.ladders.pages.check() == []
 
     def disturb(self, number: int, chance: random.Random) -> None:
         """Perhaps cancels a request, and perhaps preempts any."""
@@ -127,6 +143,7 @@ class Rig:
     def check_quiet(self) -> None:
         """Nothing is held, and the books add up."""
         assert not self.pager.leases and self.pager.check() == []
+        assert self.ladders is None or not self.ladders.pages.arena.used
 
     def of(self, number: int, *kinds: str) -> list[dict[str, Any]]:
         return [event.data for event in self.events if event.id == number and event.ev in kinds]

@@ -1,0 +1,225 @@
+"""The precision ladder: beside packed pages, exact copies of a sequence's first tokens and of those of its last block.
+
+A row sees 0 .. first - 1 and its own block exact, and all else packed (`kernels.rows.Ladder`): that follows from its
+position alone. Where a block begins, everything before it is packed; so whoever goes on with a known prefix needs exact
+copies of its first tokens and of those from the last block on. Copies that memory still holds are found by the keys of
+their pages. The others are *made up*: the rows are computed once more, for nothing but their copies.
+
+Threading: step thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierd.daemon.engine.batch import Addresses, Rows
+from tierd.daemon.errors import BadRequest, Unsupported
+from tierd.daemon.kv_mode import KvMode
+from tierd.kernels.rows import Ladder
+from tierd.tiers.exact import Copy, ExactPages
+from tierd.tiers.keys import pack_tokens, page_key
+from tierd.tiers.lease import Lease
+from tierd.tiers.page import PageKey
+
+Span = tuple[int, int]  # first token, and the one behind the last
+
+
+@dataclass(slots=True)
+class Rungs:
+    """The copies of one request.
+
+    Attributes:
+        ladder: which of its tokens have one.
+        copies: by page.
+        tail: the page that begins with tokens of another one, and that one's key.
+        promised: rows to be made up that its count of cached tokens does without already.
+        made_up: rows that were, and that it does not yet do without.
+    """
+
+    ladder: Ladder
+    copies: dict[int, Copy] = field(default_factory=dict)
+    tail: tuple[int, PageKey] | None = None
+    promised: int = 0
+    made_up: int = 0
+
+    def __str__(self) -> str:
+        return str(KvMode(exact_first=self.ladder.first, exact_last=self.ladder.last))
+
+
+class Ladders:
+    """The copies of all requests of an engine.
+
+    Args:
+        pages: where they lie.
+        most: the ladder that `pages` was made for: no request may have a longer one.
+        nowhere: a page's address that may be written to, for rows that are made up: nobody reads it.
+        page_tokens: of a page.
+    """
+
+    def __init__(self, pages: ExactPages, most: Ladder, nowhere: int, page_tokens: int) -> None:
+        self.pages = pages
+        self.most = most
+        self.made_up_rows = 0  # since the start
+        self._nowhere = nowhere
+        self._size = page_tokens
+
+    def statistics(self) -> dict[str, int]:
+        """What the copies take, and what was computed for nothing but them since the start."""
+        return self.pages.statistics()._asdict() | {"made_up_rows": self.made_up_rows}
+
+    def open(self, rungs: Rungs, lease: Lease) -> None:
+        """Takes the copies of what a new lease has found, before others need their place."""
+        rungs.tail = None
+        if lease.tail is not None and lease.tail.source is not None:
+            rungs.tail = len(lease.nodes), lease.tail.source.key
+        self.prepare(rungs, lease, len(lease.nodes) * self._size + lease.tail_tokens)
+
+    def prepare(self, rungs: Rungs, lease: Lease, start: int) -> list[Span]:
+        """Takes the copies of all tokens before `start` that rows from there on see exact, and gives the others back.
+
+        Returns the tokens whose copies have to be made up.
+        """
+        ladder, size = rungs.ladder, self._size
+        block = ladder.block(start)
+        spans = [(0, min(ladder.first, block)), (block, start)]  # apart, or one behind the other
+        pages = {page for first, stop in spans for page in range(first // size, -(-stop // size))}
+        self._keep(rungs, pages)
+        missing: list[Span] = []
+        for first, stop in spans:
+            for page in range(first // size, -(-stop // size)):
+                if not self._has(rungs, lease, page, min(stop - page * size, size)):
+                    missing.append((page * size, stop))
+                    self._renew(rungs, range(page, -(-stop // size)))
+                    break
+        return missing
+
+    def cover(self, rungs: Rungs, start: int, stop: int) -> None:
+        """Makes copies for rows from `start` to `stop`, where there are none yet."""
+        for page in range(start // self._size, -(-stop // self._size)):
+            if page not in rungs.copies:
+                rungs.copies[page] = self.pages.make()
+            copy = rungs.copies[page]
+            copy.tokens = max(copy.tokens, min(stop - page * self._size, self._size))
+
+    def rows(
+        self, rungs: Rungs, lease: Lease, tokens: list[int], spans: Iterable[Span], most: int
+    ) -> Iterator[tuple[Rows, list[PageKey]]]:
+        """Rows that make up copies, at most so many at a time, and the keys of the pages that are to be streamed."""
+        for first, stop in spans:
+            self.cover(rungs, first, stop)
+            for start, end in blocks(rungs.ladder, first, stop, most):
+                where = lease.table[: -(-end // self._size)]
+                pages, exact = self.table(rungs, where, start, len(where))
+                streamed = [lease.nodes[page].key for page in np.flatnonzero(pages == 0).tolist()]
+                yield Rows(tokens[start:end], start, pages, 0, exact=exact), streamed
+
+    def table(self, rungs: Rungs, pages: Addresses, start: int, unwritten: int) -> tuple[Addresses, Addresses]:
+        """For rows from `start` on, of one block: their pages, and the copies of those. Of the first `unwritten` pages
+        that have a copy nothing is read, and nothing is to be written to them."""
+        block, exact, pages = rungs.ladder.block(start), np.zeros(len(pages), np.int64), pages.copy()
+        for page, copy in rungs.copies.items():
+            token = page * self._size
+            if page < len(pages) and (token < rungs.ladder.first or token >= block):
+                exact[page] = self.pages.address(copy)
+                if page < unwritten:
+                    pages[page] = self._nowhere
+        return pages, exact
+
+    def trust(self, rungs: Rungs, computed: int) -> None:
+        """Of what was written, only tokens before `computed` count: the rest were drafts that were wrong, or a step
+        that was void."""
+        for page, copy in rungs.copies.items():
+            if copy.key is None:
+                copy.tokens = min(copy.tokens, max(computed - page * self._size, 0))
+
+    def settle(self, rungs: Rungs, lease: Lease, computed: int) -> None:
+        """Makes the copies of whole pages known, and gives back those that no row from `computed` on sees."""
+        for page, copy in rungs.copies.items():
+            if page < len(lease.nodes) and (page + 1) * self._size <= computed and copy.tokens == self._size:
+                self.pages.name(copy, lease.nodes[page].key, self._size)
+        ladder, size = rungs.ladder, self._size
+        block = ladder.block(computed)
+        self._keep(rungs, {*range(ladder.first // size), *range(block // size, -(-computed // size))})
+
+    def close(self, rungs: Rungs, lease: Lease, known: list[int]) -> None:
+        """Gives all copies back; that of a page that is not full stays known as well. `known`: computed tokens."""
+        self.settle(rungs, lease, len(known))
+        page = len(known) // self._size
+        copy, rest = rungs.copies.get(page), known[page * self._size :]
+        has_rest = copy is not None and 0 < len(rest) <= copy.tokens
+        if copy is not None and has_rest and len(lease.nodes) == page and not lease.unkeyed:
+            parent = lease.nodes[-1].key if lease.nodes else lease.root
+            self.pages.name(copy, page_key(parent, pack_tokens(rest)), len(rest))
+        self._keep(rungs, ())
+
+    def forget(self, rungs: Rungs) -> None:
+        """Gives all copies back: what was to be written into some of them was not."""
+        self._keep(rungs, ())
+
+    def _has(self, rungs: Rungs, lease: Lease, page: int, tokens: int) -> bool:
+        """Whether the copy of a page holds so many tokens; it is taken, if there is one."""
+        held = rungs.copies.get(page)
+        if held is not None and held.tokens >= tokens:
+            return True
+        if tokens == self._size and page < len(lease.nodes):
+            found = self.pages.find(lease.nodes[page].key, tokens)
+            if found is None:
+                return False
+            if held is not None:  # the page was taken over from somebody who has filled it
+                self.pages.drop(held)
+            rungs.copies[page] = found
+            return True
+        if held is not None or rungs.tail is None or rungs.tail[0] != page:
+            return False
+        if (source := self.pages.find(rungs.tail[1], tokens)) is None:
+            return False
+        own = rungs.copies[page] = self.pages.make(source)  # others may write what follows into theirs
+        own.tokens = tokens  # behind them the other page has its own
+        self.pages.drop(source)
+        return True
+
+    def _renew(self, rungs: Rungs, pages: Iterable[int]) -> None:
+        """Copies of its own for pages whose rows are made up."""
+        for page in pages:
+            if (held := rungs.copies.pop(page, None)) is not None:
+                self.pages.drop(held)
+            rungs.copies[page] = self.pages.make()
+
+    def _keep(self, rungs: Rungs, pages: Collection[int]) -> None:
+        for page in [page for page in rungs.copies if page not in pages]:
+            self.pages.drop(rungs.copies.pop(page))
+
+
+def blocks(ladder: Ladder, start: int, stop: int, most: int) -> Iterator[Span]:
+    """The tokens `start` to `stop`, block by block, and at most so many at a time."""
+    while start < stop:
+        end = min(stop, ladder.block(start) + ladder.last, start + most)
+        yield start, end
+        start = end
+
+
+def checked(mode: KvMode, most: Ladder | None, beam_width: int) -> Ladder:
+    """The ladder that a request names. Raises BadRequest where it can't be; `most`: that there is memory for."""
+    ladder = Ladder(mode.exact_first, mode.exact_last)
+    if beam_width:
+        raise Unsupported("beam search keeps no exact copies", hint="leave kv_mode out", param="kv_mode")
+    if most is None or ladder.first > most.first or ladder.last > most.last:
+        held = "none" if most is None else f"the first {most.first} tokens and a block of {most.last}"
+        raise BadRequest(
+            f"kv_mode asks for the first {ladder.first} tokens and a block of {ladder.last} to be exact; there is "
+            f"memory for {held}",
+            hint=f"start it with --kv-exact-first {ladder.first} --kv-exact-last {ladder.last} and a packed "
+            "--kv-format, or ask for less", param="kv_mode",
+        )  # fmt: skip
+    return ladder
+
+
+def page_salt(salt: bytes, ladder: Ladder | None) -> bytes:
+    """What pages are told apart by: under a ladder the same tokens have other keys and values.
+
+    Salts are UTF-8, in which there is no byte of 255.
+    """
+    return salt if ladder is None else b"\xff%d %d\xff" % ladder + salt

@@ -1,0 +1,65 @@
+"""arenas: what exact copies take is what the plan says, and what can't be is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tierd.daemon.engine import arenas
+from tierd.daemon.engine.backend import Backend
+from tierd.daemon.engine.scheduler import Limits
+from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.errors import BadConfig
+from tierd.daemon.models.catalog import Manifest
+from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.plan.workspace import engine_bytes, exact_bytes
+from tierd.kernels.layout import PageLayout
+
+SPEC = ModelSpec(
+    family="llama", num_layers=3, hidden=72, intermediate=100, heads=6, kv_heads=2, head_dim=16, vocab=101, context=512,
+    norm_eps=1e-5, tied=True,
+)  # fmt: skip
+LAYOUT = PageLayout(3, 2, 16, "k8v4")
+
+
+def config(**more: Any) -> EngineConfig:
+    sizes = {"device_bytes": 1 << 20, "host_bytes": 0, "nvme_bytes": 0, "nvme_min_free_bytes": 0}
+    return EngineConfig("m", "c", **sizes, threads=1, kv_format="k8v4", context=0, **more)
+
+
+def backend(on_card: bool) -> Backend:
+    return cast(Backend, SimpleNamespace(on_card=on_card))
+
+
+def test_copies_take_what_the_plan_says() -> None:
+    given = config(kv_exact_first=32, kv_exact_last=64, max_streams=3, max_batch_rows=50)
+    found = arenas.ladders(given, LAYOUT, Limits(50, 3, 16), backend(on_card=False))
+    assert found is not None
+    planned = exact_bytes(SPEC, (32, 64), 50, 3)
+    assert found.ladders.pages.statistics().total_bytes == planned == (3 * (2 + 4 + 2) + 4) * 2 * 3 * 2 * 16 * 16 * 4
+    sizes = {"device_bytes": 1 << 20, "host_bytes": 0, "nvme_bytes": 0, "context": 0, "threads": 1}
+    plain, more = (
+        engine_bytes(SPEC, kv_format="k8v4", max_batch=50, max_streams=3, ladder=ladder, **sizes).workspace
+        for ladder in ((0, 0), (32, 64))
+    )
+    assert more - plain == planned
+
+
+def test_there_are_none_unless_asked_for() -> None:
+    assert arenas.ladders(config(), LAYOUT, Limits(50, 3, 16), backend(on_card=True)) is None
+
+
+def test_a_card_refuses_them_by_name() -> None:
+    with pytest.raises(BadConfig, match="not there on the card yet") as refused:
+        arenas.ladders(config(kv_exact_last=64), LAYOUT, Limits(50, 3, 16), backend(on_card=True))
+    assert refused.value.param == "kv_exact_last" and refused.value.hint
+
+
+def test_copies_that_no_machine_holds_are_refused_before_anything_is_loaded() -> None:
+    manifest = cast(Manifest, SimpleNamespace(spec=SPEC, bytes=0))
+    arenas.check_memory(config(), manifest, 2 << 20)
+    with pytest.raises(BadConfig, match="kv_exact_last of .* is more than this machine's memory") as refused:
+        arenas.check_memory(config(kv_exact_last=4096), manifest, 2 << 20)
+    assert "--kv-exact-last" in (refused.value.hint or "")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -192,8 +193,7 @@ def _build(
     runner = _runner(decoder, layout, (device, host), weights, store, mover, backend, exact)
     upkeep.warm(pager)
     prefixes = _keep_rules(config, pager, root)
-    guesses = _guesses(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
-    speculator = Speculator(Speculate(config.speculate), guesses)
+    speculator = _speculator(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
     streams = Streams(pager, runner, limits, clock, prefixes, speculator, exact and exact.ladders)
     board = StatusBoard(manifest.name, context, streams, pager, clock, weights.statistics)
     loop = StepLoop(
@@ -242,6 +242,11 @@ def _load_weights(
             hint=f"give at least --weights-mem {-(-exc.needed_bytes // 2**20)}MiB",
             param="weights_mem",
         ) from None
+
+
+def _speculator(config: EngineConfig, *rest: Any) -> Speculator:
+    """What drafts; the rest as for `_guesses`."""
+    return Speculator(Speculate(config.speculate), _guesses(config, *rest))
 
 
 def _guesses(

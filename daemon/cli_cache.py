@@ -27,7 +27,7 @@ from tierd.daemon.cli_common import (
     settings_options,
     yes_option,
 )
-from tierd.daemon.config import kv_root
+from tierd.daemon.settled import kv_root
 from tierd.daemon.units import counted, human_bytes
 
 SILENCE_S = 900.0  # between two signs of progress

@@ -12,6 +12,7 @@ from tierd.daemon import config, keys, paths
 from tierd.daemon.cli_common import json_option, leave, print_error, print_json, print_table, settings_options
 from tierd.daemon.config_values import duration_s
 from tierd.daemon.machine import probe_machine
+from tierd.daemon.settled import resolve_sizes, settle
 from tierd.daemon.units import human_bytes
 from tierd.daemon.version import version as package_version
 
@@ -41,14 +42,14 @@ def show(flags: dict[str, Any], origin: bool, as_json: bool) -> None:
 
 
 def _print_settings(settings: config.Settings, origins: dict[str, str], *, origin: bool, as_json: bool) -> None:
-    settled, machine = config.settle(settings, probe_machine(settings.cache_dir))
+    asked, machine = settle(settings, probe_machine(settings.cache_dir))
     if machine.card is None:
-        sizes = config.resolve_sizes(settled, machine)
+        sizes = resolve_sizes(asked, machine)
         auto = dict(zip(("device_mem", "host_mem", "nvme_mem", "nvme_min_free", "weights_mem"), sizes, strict=False))
     else:  # what pages and weights take of the card depends on the model
-        found = config.resolve_sizes(settled, machine)
+        found = resolve_sizes(asked, machine)
         auto = {"host_mem": found.host_bytes, "nvme_mem": found.nvme_bytes, "nvme_min_free": found.nvme_min_free_bytes}
-    means = {"kv_format": settled.kv_format, "card": "off" if machine.card is None else machine.card.name}
+    means = {"kv_format": asked.kv_format, "card": "off" if machine.card is None else machine.card.name}
     if as_json:
         print_json(
             {

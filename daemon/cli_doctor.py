@@ -27,6 +27,7 @@ from tierd.daemon.machine import Machine, total_memory_bytes
 from tierd.daemon.models import catalog
 from tierd.daemon.paths import make_private_dir
 from tierd.daemon.plan import rates
+from tierd.daemon.settled import settle
 from tierd.daemon.units import human_bytes
 from tierd.daemon.version import version
 
@@ -73,7 +74,7 @@ def _measure(settings: Settings, model: str | None, as_json: bool) -> None:
         "cache_dir": str(make_private_dir(settings.cache_dir)),
         "threads": settings.threads or len(os.sched_getaffinity(0)),
         "memory_bytes": total_memory_bytes(),
-        "kv_format": config.settle(settings, Machine(0, 0, 0))[0].kv_format,  # of the processors, which are measured
+        "kv_format": settle(settings, Machine(0, 0, 0))[0].kv_format,  # of the processors, which are measured
         "model_dir": _model_dir(settings, model),
     }
     process = subprocess.Popen(

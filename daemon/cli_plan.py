@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from tierd.daemon.cli_common import json_option, load_settings, print_json, print_table, settings_options
-from tierd.daemon.config import Settings, resolve_sizes, settle
+from tierd.daemon.config import Settings
 from tierd.daemon.config_values import context_tokens
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.machine import probe_machine
@@ -27,6 +27,7 @@ from tierd.daemon.plan.kv import ENGINE_FORMATS, KV_FORMATS, token_bytes
 from tierd.daemon.plan.scenario import Limits, Load, card_memory, card_task, cpu_task
 from tierd.daemon.plan.subject import Subject, find_subject
 from tierd.daemon.plan.weights import weight_formats
+from tierd.daemon.settled import resolve_sizes, settle
 from tierd.daemon.units import human_bytes
 
 _ANSWER_TOKENS = 256

@@ -41,8 +41,6 @@ from tierd.daemon.config_values import (
     web_origins,
 )
 from tierd.daemon.errors import BadConfig, suggest
-from tierd.daemon.kv_mode import KvMode
-from tierd.daemon.machine import Machine, Sizes, auto_sizes, auto_weights
 from tierd.daemon.paths import (
     batches_dir,
     cache_dir,
@@ -372,7 +370,7 @@ def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
     _check_ladder(settings, origins)
 
 
-_EXACT_FORMATS = ("fp32", "fp16", "bf16")
+_EXACT_FORMATS = ("auto", "fp32", "fp16", "bf16")
 
 
 def _check_ladder(settings: Settings, origins: Mapping[str, str]) -> None:
@@ -393,38 +391,3 @@ def _check_ladder(settings: Settings, origins: Mapping[str, str]) -> None:
 # From the largest page to the smallest; where two are equal, neither is packed more. What `auto` will be depends on the
 # machine: it counts as the smaller one.
 _RANK = {"fp32": 0, "auto": 1, "fp16": 1, "bf16": 1, "k8v8": 2, "fp8": 3, "k8v4": 4, "k4v8": 4, "k4v4": 5}
-
-
-def settle(settings: Settings, machine: Machine) -> tuple[Settings, Machine]:
-    """What `auto` means where it is no size, and the machine as the settings want it used: perhaps without its card.
-
-    Both are as they were when they are given again.
-    """
-    if settings.card == "off":
-        machine = machine._replace(card=None)
-    if settings.kv_format == "auto":
-        settings = dataclasses.replace(settings, kv_format="fp32" if machine.card is None else "bf16")
-    return settings, machine
-
-
-def resolve_sizes(settings: Settings, machine: Machine) -> Sizes:
-    """The sizes to use: what was asked for, and `auto_sizes` where that is `auto`."""
-    auto = auto_sizes(machine.total_ram, machine.available_ram, machine.free_disk)
-    asked = (settings.device_mem, settings.host_mem, settings.nvme_mem, settings.nvme_min_free, settings.weights_mem)
-    sizes = Sizes(*(found if wanted is None else wanted for wanted, found in zip(asked, auto[:5], strict=True)))
-    if settings.weights_mem is None:  # what arenas of the sizes that were asked for leave
-        usable = min(machine.available_ram, machine.total_ram)
-        sizes = sizes._replace(weights_bytes=auto_weights(usable, sizes.device_bytes, sizes.host_bytes))
-    return sizes
-
-
-def default_mode(settings: Settings) -> str:
-    """The memory mode of requests that name none."""
-    if not settings.kv_exact_last:
-        return settings.kv_mode
-    return str(KvMode(exact_first=settings.kv_exact_first, exact_last=settings.kv_exact_last))
-
-
-def kv_root(settings: Settings) -> Path:
-    """Where the page stores lie, one directory a namespace."""
-    return settings.cache_dir / "kv"

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from tierd.daemon.card import CardError, CardReader, Nvml
-from tierd.daemon.config import Settings, resolve_sizes, split_listen
+from tierd.daemon.config import Settings, split_listen
 from tierd.daemon.errors import BadConfig, TierdError
 from tierd.daemon.keys import check_reach
 from tierd.daemon.machine import Machine, probe_machine, total_memory_bytes
@@ -30,6 +30,7 @@ from tierd.daemon.models import catalog
 from tierd.daemon.paths import check_socket_path, config_file, nearest_existing
 from tierd.daemon.plan import rates
 from tierd.daemon.plan.disk import probe_disk
+from tierd.daemon.settled import resolve_sizes
 from tierd.daemon.units import human_bytes
 
 MIN_PYTHON = (3, 11)

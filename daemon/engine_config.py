@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.config import Settings, kv_root
+from tierd.daemon.config import Settings
 from tierd.daemon.machine import Sizes
+from tierd.daemon.settled import kv_root
 
 ENGINE_CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"  # how an `EngineConfig` gets to its process
 

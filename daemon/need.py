@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config import Settings
 from tierd.daemon.errors import BadConfig
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.catalog import Manifest, load_manifest
@@ -17,6 +17,7 @@ from tierd.daemon.plan.choose_format import fitting_format
 from tierd.daemon.plan.draft import Draft, choose_draft
 from tierd.daemon.plan.workspace import engine_bytes
 from tierd.daemon.room import Arenas, Held
+from tierd.daemon.settled import resolve_sizes
 from tierd.daemon.units import human_bytes
 
 log = logging.getLogger("tierd.prepare")

@@ -14,7 +14,7 @@ import msgspec
 
 from tierd.daemon import kv_quota, room
 from tierd.daemon.child import EngineProcess, EngineState
-from tierd.daemon.config import Settings, kv_root, settle
+from tierd.daemon.config import Settings
 from tierd.daemon.engine_config import EngineConfig, engine_config
 from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError, Unsupported
 from tierd.daemon.machine import Machine, Sizes, probe_machine
@@ -26,6 +26,7 @@ from tierd.daemon.plan.block import Block, Extent, choose_block
 from tierd.daemon.plan.draft import Draft
 from tierd.daemon.plan.subject import prepared_subject
 from tierd.daemon.room import Arenas, Held
+from tierd.daemon.settled import kv_root, settle
 from tierd.daemon.supervisor import Model, NoRoom
 from tierd.daemon.units import human_bytes
 

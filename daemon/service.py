@@ -21,7 +21,7 @@ from tierd.daemon import embedding, engine_row, kv_quota, limits
 from tierd.daemon.admission import Admission, Place
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.choices import Choices, answers_of
-from tierd.daemon.config import Settings, default_mode, kv_root
+from tierd.daemon.config import Settings
 from tierd.daemon.errors import (
     BadRequest,
     Conflict,
@@ -41,6 +41,7 @@ from tierd.daemon.metrics import Metrics
 from tierd.daemon.models import catalog
 from tierd.daemon.protocol import TERMINAL, Event, Submit
 from tierd.daemon.resume import Live
+from tierd.daemon.settled import default_mode, kv_root
 from tierd.daemon.shelf import Shelf
 from tierd.daemon.stream import LOAD_TIMEOUT_S, Stream
 from tierd.daemon.supervisor import Model, Resize, Supervisor

@@ -49,8 +49,8 @@ def imports(path: Path) -> Iterator[str]:
 
 
 _BASE = frozenset({
-    "card_memory", "protocol", "generation", "errors", "config", "config_file", "config_values", "engine_config",
-    "kv_mode", "machine", "paths", "log", "units",
+    "card_memory", "protocol", "generation", "errors", "config", "settled", "config_file", "config_values",
+    "engine_config", "kv_mode", "machine", "paths", "log", "units",
 })  # fmt: skip
 
 

@@ -153,9 +153,7 @@ def _build(
     loops: list[StepLoop] = []  # the mover comes before the loop it wakes
     mover = backend.mover(lambda: loops[0].wake() if loops else None)
     resources.callback(mover.close)
-    weights = load_weights(
-        config, manifest, mover, max_rows, backend, lambda done, total: hooks.progress("weights", done, total)
-    )
+    weights = load_weights(config, manifest, mover, max_rows, backend, partial(hooks.progress, "weights"))
     resources.callback(weights.close)
     hooks.progress("store", 0, 1)
     store, store_notes = open_store(config, layout, stored, root)
@@ -173,9 +171,7 @@ def _build(
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
     template = ChatTemplate.load(directory / TEMPLATE, vocabulary, _special(manifest, vocabulary))
-    facts = _facts(
-        manifest, context, capacity_tokens, not backend.on_card, weights.shape.windows, exact and exact.ladders.most
-    )
+    facts = _facts(manifest, context, capacity_tokens, backend, weights.shape.windows, exact and exact.ladders.most)
     remembered = Path(config.cache_dir) / root.hex() / TURNS_NAME if store is not None else None
     intake = Intake(facts, vocabulary, template, Turns(remembered))
     resources.callback(intake.close)
@@ -197,8 +193,7 @@ def _build(
     runner = _runner(decoder, layout, (device, host), weights, store, mover, backend, exact)
     upkeep.warm(pager)
     prefixes = _keep_rules(config, pager, root)
-    guesses = _guesses(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
-    speculator = Speculator(Speculate(config.speculate), guesses)
+    speculator = _speculator(config, manifest, vocabulary, backend, mover, resources, threads, notes.append)
     streams = Streams(pager, runner, limits, clock, prefixes, speculator, exact and exact.ladders)
     board = StatusBoard(manifest.name, context, streams, pager, clock, weights.statistics)
     loop = StepLoop(
@@ -216,8 +211,9 @@ def _build(
 
 
 def _facts(
-    manifest: Manifest, context: int, capacity_tokens: int, bounded: bool, windows: Sequence[int], ladder: Ladder | None
-) -> Facts:
+    manifest: Manifest, context: int, capacity_tokens: int, backend: Backend, windows: Sequence[int],
+    ladder: Ladder | None,
+) -> Facts:  # fmt: skip
     """What requests are checked against."""
     return Facts(
         vocab=manifest.spec.vocab,
@@ -226,28 +222,28 @@ def _facts(
         end_ids=frozenset(manifest.eos_ids),
         bos_id=manifest.bos_id, add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
-        bounded=bounded, windows=windows, ladder=ladder,
+        bounded=not backend.on_card, windows=windows, ladder=ladder,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 
 
-def _guesses(
+def _speculator(
     config: EngineConfig, manifest: Manifest, vocabulary: Vocabulary, backend: Backend, mover: Mover,
     resources: contextlib.ExitStack, threads: int, note: Callable[[str], None],
-) -> Guesses | None:  # fmt: skip
-    """Those of the draft model, where there is one. Raises BadConfig when it does not go with this model."""
+) -> Speculator:  # fmt: skip
+    """What drafts, with the draft model where there is one. Raises BadConfig when that does not go with this model."""
     mode, off = Speculate(config.speculate), config.draft_off_reason
     if config.draft_dir and backend.on_card:
         off = "draft models are not computed on a card yet"
     if off:
         note(f"the draft model is off: {off}")
     if off or not config.draft_dir or mode is Speculate.OFF:
-        return None
+        return Speculator(mode, None)
     model = draft.load(
         Path(config.draft_dir), manifest, vocabulary, backend, mover, resources,
         max_streams=config.max_streams, threads=threads, clock=time.monotonic,
     )  # fmt: skip
-    return Guesses(model, mode, time.monotonic)
+    return Speculator(mode, Guesses(model, mode, time.monotonic))
 
 
 def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tierd.daemon.config import Settings, resolve_sizes, settle
+from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine, Sizes, auto_weights
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.auto_card import choose_card_sizes
 from tierd.daemon.plan.workspace import engine_bytes
+from tierd.daemon.settled import resolve_sizes, settle
 from tierd.kernels.layout import PageLayout
 
 LEAST_ARENA_BYTES = 64 << 20  # as `machine.auto_sizes`

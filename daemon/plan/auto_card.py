@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tierd.daemon.card_memory import CardMemory
-from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.cards import RESERVED_BYTES
+from tierd.daemon.settled import resolve_sizes
 from tierd.daemon.units import human_bytes
 from tierd.kernels.layout import PageLayout
 

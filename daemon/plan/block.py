@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tierd.daemon.config import Settings, resolve_sizes, settle
+from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.plan import planner
@@ -21,6 +21,7 @@ from tierd.daemon.plan.rates import Measured
 from tierd.daemon.plan.scenario import Limits, Load, cpu_task
 from tierd.daemon.plan.subject import Subject
 from tierd.daemon.plan.workspace import MIN_PREFILL_ROWS, engine_bytes
+from tierd.daemon.settled import resolve_sizes, settle
 from tierd.daemon.units import counted, human_bytes
 from tierd.kernels.layout import PageLayout
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from tierd.daemon.config import Settings, settle
+from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan import planner, rates
@@ -18,6 +18,7 @@ from tierd.daemon.plan.scenario import Limits, Load, cpu_task
 from tierd.daemon.plan.shape import Shape, shape_from_spec
 from tierd.daemon.plan.subject import Subject
 from tierd.daemon.plan.weights import WeightBytes, weight_bytes
+from tierd.daemon.settled import settle
 from tierd.daemon.units import human_bytes
 
 NARROWER = ("int8-g32", "int4-g32")  # the most exact one first

@@ -9,20 +9,11 @@ import msgspec
 import pytest
 
 from tierd.daemon.card_memory import CardMemory
-from tierd.daemon.config import (
-    Settings,
-    default_mode,
-    is_loopback,
-    load,
-    load_anyway,
-    resolve_sizes,
-    setting_docs,
-    settle,
-    split_listen,
-)
+from tierd.daemon.config import Settings, is_loopback, load, load_anyway, setting_docs, split_listen
 from tierd.daemon.engine_config import EngineConfig, engine_config
 from tierd.daemon.errors import BadConfig
 from tierd.daemon.machine import Machine
+from tierd.daemon.settled import default_mode, resolve_sizes, settle
 from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 
 GB = 10**9
@@ -169,7 +160,7 @@ def test_exact_tokens_beside_packed_pages(env: dict[str, str], file: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"kv_exact_last": 64}, "kv_exact_last = 64 .flag --kv-exact-last.: pages of fp32 are exact anyway"),
+        ({"kv_exact_last": 64}, "kv_exact_last = 64 .flag --kv-exact-last.: pages of auto are exact anyway"),
         ({"kv_exact_last": 64, "kv_format": "bf16"}, "pages of bf16 are exact anyway"),
         ({"kv_exact_first": 4, "kv_format": "k8v8"}, "kv_exact_first = 32 .* needs kv_exact_last"),
         ({"kv_exact_last": 64, "kv_format": "k8v8", "kv_mode": "window=64"}, "excludes kv_mode = window=64"),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
-from tierd.daemon.engine import assemble
+from tierd.daemon.engine import arenas, assemble
 from tierd.daemon.errors import BadConfig
 from tierd.tiers.arena import Arena
 
@@ -133,6 +133,6 @@ def test_memory_that_the_system_refuses(
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return Arena(name, slots, record_bytes, **more)
 
-    monkeypatch.setattr(assemble, "Arena", arena)
+    monkeypatch.setattr(arenas, "Arena", arena)
     with pytest.raises(BadConfig, match=f"refuses .* of memory for {refused}_mem"), Live(tiny, tmp_path, host=8):
         pass

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tierd.daemon.config import Settings, resolve_sizes
+from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine
 from tierd.daemon.plan.auto import choose_sizes
 from tierd.daemon.plan.known import known_shape
+from tierd.daemon.settled import resolve_sizes
 from tierd.kernels.layout import PageLayout
 
 GB = 10**9

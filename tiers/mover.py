@@ -281,8 +281,9 @@ class Mover:
     def wait_for(self, jobs: Iterable[Job], timeout_s: float) -> bool:
         """Waits until all these awaited jobs have ended, one way or another; False if they have not in time.
 
-        Whoever computes stands still meanwhile: that is counted for their links."""
+        Whoever computes stands still meanwhile: that is counted for their links. One thread at a time."""
         with self._lock:
+            assert not self._pending, "two wait at once: one of them would never be woken"
             self._pending = {job for job in jobs if job.completion is None}
             start_s, late = self._clock(), {job.link for job in self._pending}
             in_time = self._arrived.wait_for(lambda: not self._pending, min(timeout_s, threading.TIMEOUT_MAX))

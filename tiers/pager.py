@@ -305,7 +305,7 @@ class Pager:
         self.leases.add(twin)
         if 0 < rest < self.page_tokens and lease.private and not lease.unkeyed:
             self.promoter.copy_private(twin, lease.private[0], rest)
-        self.promoter.fetch(twin, float("inf"), lease.unseen)
+        self.promoter.fetch(twin, float("inf"))
         return twin
 
     def poll(self, now_s: float) -> bool:

@@ -76,9 +76,12 @@ class Promoter:
         self._evictor = evictor
         self._writeback = writeback
 
-    def fetch(self, lease: Lease, deadline_s: float, unseen: int) -> None:
-        """Starts the loads and copies of a lease; it is ready at once if there is nothing to move."""
+    def fetch(self, lease: Lease, deadline_s: float, unseen: int = 0) -> None:
+        """Starts the loads and copies of a lease; it is ready at once if there is nothing to move. Of the first `unseen`
+        pages, which no row reads, those of the store stay there."""
         lease.unseen = unseen
+        for place in [place for place in lease.absent if place < unseen and lease.nodes[place].durable]:
+            self._leave_in_store(lease, place)
         lease.state = LeaseState.LIVE
         lease.deadline_s = deadline_s
         lease.next_load = max(lease.absent, default=NOWHERE)
@@ -258,9 +261,6 @@ class Promoter:
             self.misses[LostReason.ABSENT] += 1
             lease.lost = True
             return True  # it is to be computed
-        if place < lease.unseen:
-            self._leave_in_store(lease, place)
-            return True
         if not self.loader.has_room(JobClass.NOW):
             return False
         target = self._slot(len(lease.absent))

@@ -182,9 +182,10 @@ class Streams:
         sharing.keys_of(request, self._pager)
         request.lease, request.phase = lease, Phase.FETCHING
         request.times.admitted_s = request.times.admitted_s or now_s
-        request.fetched_s, request.fetched_pages, request.settled = now_s, len(lease.absent), False
+        request.fetched_s, request.settled = now_s, False
         try:
             unseen = bounded.unseen_pages(request, lease.num_tokens, self._limits)
+            request.fetched_pages = sum(place >= unseen for place in lease.absent)
             self._pager.fetch(lease, now_s + FETCH_TIMEOUT_S, unseen)
         except Exception as exc:
             self.fail(request, exc)

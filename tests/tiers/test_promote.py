@@ -50,6 +50,21 @@ def test_loads_go_from_the_tail_to_the_head() -> None:
     rig.close()
 
 
+def test_what_no_row_sees_stays_in_the_store_and_is_not_waited_for() -> None:
+    rig, store = stored(A, capacity=1)
+    lease = rig.pager.match([*A, 1])
+    keys = [node.key for node in lease.nodes]
+    rig.pager.fetch(lease, FAR_S, unseen=2)
+    assert lease.absent == {2}  # at once, before the only load that may be on its way has begun or ended
+    rig.manual.run_all()
+    rig.poll()
+    assert lease.ready and store.reads == keys[2:]
+    rig.pager.tables.refresh(lease)
+    assert lease.streamed == 2
+    rig.check()
+    rig.close()
+
+
 def test_loads_go_on_as_the_queue_allows() -> None:
     rig, _ = stored(A, device=3, capacity=1)
     lease = fetch(rig, [*A, 1])

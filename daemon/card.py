@@ -6,10 +6,16 @@ it. Which card is meant is told by the processes on it: NVML and CUDA count card
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from tierd.daemon.aside import Aside
+
+ANSWER_S = 10.0  # for the driver: one that hangs is not asked again
+LET_GO_S = 1.0  # for the library, before the process ends
 
 
 class CardError(Exception):
@@ -25,8 +31,8 @@ class Other(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One card, in bytes. `others_bytes`: all that is used and not ours, unlisted programs too; `others`: the largest
-    first."""
+    """One card, in bytes. `ours_bytes`: of the processes that were named; `others_bytes`: all else that is used, by
+    programs that the driver does not list too; `others`: the largest first."""
 
     total_bytes: int
     free_bytes: int
@@ -39,12 +45,54 @@ class CardReader(Protocol):
     """Looks at the card. One thread at a time; may take a while."""
 
     def read(self, pids: Collection[int]) -> Reading | None:
-        """The card that one of these processes, which are ours, is on; None when none lists any. Raises CardError."""
+        """The card that one of these processes is on, which are all of ours; None when none lists any. Raises
+        CardError."""
         ...
 
     def close(self) -> None:
         """Lets go of the library. Idempotent."""
         ...
+
+
+class CardThread:
+    """A card that is asked on a thread of its own, for its driver may stand still.
+
+    Raises what `open_card` raises, and CardError when the driver does not answer within `answer_s`.
+    """
+
+    def __init__(self, open_card: Callable[[], CardReader], answer_s: float = ANSWER_S) -> None:
+        self.answer_s = answer_s
+        self._closed = False
+        self._aside = Aside("card")
+        opening = self._aside.begin(open_card)
+        try:
+            self._reader = opening.result(answer_s)
+        except TimeoutError:
+            self._aside.begin(lambda: opening.result().close())  # should it come back one day
+            self._aside.close()
+            raise self._silence() from None
+        except BaseException:
+            self._aside.close()
+            raise
+
+    async def read(self, pids: Collection[int]) -> Reading | None:
+        """As `CardReader.read`, within `answer_s`."""
+        try:
+            async with asyncio.timeout(self.answer_s):
+                return await asyncio.wrap_future(self._aside.begin(lambda: self._reader.read(pids)))
+        except TimeoutError:
+            raise self._silence() from None
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Let go of the library, on its thread; `wait_s` are waited for it. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            with contextlib.suppress(TimeoutError):
+                self._aside.begin(self._reader.close)
+        self._aside.close(wait_s)
+
+    def _silence(self) -> CardError:
+        return CardError(f"the driver did not answer within {self.answer_s:g} s")
 
 
 class Nvml:

@@ -7,11 +7,15 @@ library there is no card, which is found out in no time.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+log = logging.getLogger("tierd.card")
+
 LIBRARY = "libnvidia-ml.so.1"
+ANSWER_S = 10.0  # for the driver: a card whose driver hangs can't be computed on
 MIN_CAPABILITY = (8, 0)  # as `engine.backend_cuda`
 
 
@@ -25,9 +29,10 @@ class CardMemory(NamedTuple):
 
 def probe_card(
     load: Callable[[str], Any] | None = None, env: Mapping[str, str] = os.environ,
-    installed: Callable[[str], bool] | None = None,
+    installed: Callable[[str], bool] | None = None, answer_s: float = ANSWER_S,
 ) -> CardMemory | None:  # fmt: skip
-    """The first card that CUDA would show an engine; None without one, or without torch and Triton to use it.
+    """The first card that CUDA would show an engine; None without one, or without torch and Triton to use it, or when
+    the driver does not answer within `answer_s`.
 
     Args:
         load: gives the library; tests hand one in.
@@ -45,10 +50,19 @@ def probe_card(
         return None
     if not all((installed or _is_installed)(name) for name in ("torch", "triton")):
         return None
+    from tierd.daemon.aside import within  # a thread: only where there may be a card
+
+    with contextlib.suppress(TimeoutError):
+        return within(lambda: _opened(library, first), answer_s)
+    log.warning("the driver of the card did not answer within %g s: no card is used", answer_s)
+    return None
+
+
+def _opened(library: Any, which: str) -> CardMemory | None:
     if library.nvmlInit_v2():
         return None
     try:
-        return _look(library, first)
+        return _look(library, which)
     finally:
         library.nvmlShutdown()
 

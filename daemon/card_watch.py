@@ -9,12 +9,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tierd.daemon.card import CardError, CardReader, Reading
+from tierd.daemon.card import CardError, CardThread, Reading
 from tierd.daemon.child import EngineProcess, EngineState
-from tierd.daemon.errors import TierdError
+from tierd.daemon.errors import TierdError, TryLater
 from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
 from tierd.daemon.prepare import Preparer
 from tierd.daemon.supervisor import Supervisor
@@ -24,7 +23,6 @@ from tierd.daemon.yielding import Card, DeviceArena, Rule, decide
 log = logging.getLogger("tierd.card")
 
 POLL_S = 2.0
-READ_S = 10.0  # for the driver to answer: one that hangs is not asked again
 ANSWER_S = 2.0  # for an engine to tell what it has
 UNLISTED = 5  # looks in a row at which the driver lists none of our processes
 RETRY_S = 30.0  # until an engine that refused a size is asked again
@@ -32,7 +30,7 @@ NAMED = 3  # programs that are told by name
 
 
 class CardWatch:
-    """Threading: for one event loop; the card is read on a thread of its own, for a driver may stand still.
+    """Threading: for one event loop.
 
     Args:
         reserve_bytes: of the card, that are to stay free for other programs.
@@ -40,17 +38,17 @@ class CardWatch:
     """
 
     def __init__(
-        self, reader: CardReader, reserve_bytes: int, supervisor: Supervisor, prepare: Preparer,
+        self, card: CardThread, reserve_bytes: int, supervisor: Supervisor, prepare: Preparer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.off = ""  # why nobody looks any more
-        self._reader = reader
+        self._card = card
         self._rule = Rule.of(reserve_bytes)
         self._supervisor = supervisor
         self._prepare = prepare
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="card")
         self._reading: Reading | None = None
+        self._computes = False  # whether an engine does, on a card
         self._arenas: dict[str, DeviceArena] = {}
         self._calm_since_s: float | None = None
         self._unlisted = 0
@@ -59,8 +57,10 @@ class CardWatch:
         self._yields = self._returns = 0
 
     def told(self) -> dict[str, Any]:
-        """As `status` tells it. `state`: watching, idle (no engine computes on a card) or off, with `reason`."""
-        state = "off" if self.off else "watching" if self._reading is not None else "idle"
+        """As `status` tells it. `state`: watching; idle (no engine computes on a card); unknown (engines do, but at the
+        last look none of them answered, or the driver listed none); or off, with `reason`."""
+        known = "watching" if self._reading is not None else "unknown" if self._computes else "idle"
+        state = "off" if self.off else known
         told: dict[str, Any] = {
             "state": state, "reason": self.off, "reserve_bytes": self._rule.reserve_bytes,
             "configured_bytes": sum(arena.configured_bytes for arena in self._arenas.values()),
@@ -91,34 +91,34 @@ class CardWatch:
             self.close()
 
     def close(self) -> None:
-        """Let go of the card, on its thread: nobody waits for a driver that stands still."""
-        self._thread.submit(self._reader.close)
-        self._thread.shutdown(wait=False)
+        """Let go of the card, without waiting for a driver that stands still. Idempotent."""
+        self._card.close()
 
     async def look(self) -> None:
         """One look, and what follows from it."""
         engines = {engine.model: engine for engine in self._supervisor.engines.values() if self._is_on_card(engine)}
-        arenas = await self._ask(engines)
-        pids = [engines[name].pid or 0 for name in arenas]
-        self._arenas, self._reading = arenas, None
+        seen = {name: engine.resizes for name, engine in engines.items()}
+        self._arenas = arenas = await self._ask(engines)
+        self._computes = bool(engines)
         if not arenas:
-            self._calm_since_s, self._unlisted = None, 0
+            self._reading, self._calm_since_s, self._unlisted = None, None, 0
             return
+        # Those that start, end or do not answer hold memory too, and it is no other program's.
+        pids = [engine.pid for engine in self._supervisor.engines.values() if engine.pid is not None]
         try:
-            async with asyncio.timeout(READ_S):
-                reading = await asyncio.get_running_loop().run_in_executor(self._thread, self._reader.read, pids)
-        except TimeoutError:
-            return self._turn_off(f"the driver did not answer within {READ_S:g} s")
+            self._reading = reading = await self._card.read(pids)
         except CardError as exc:
             return self._turn_off(str(exc))
         if reading is None:
             return self._not_listed()
-        self._reading, self._unlisted = reading, 0
+        self._unlisted = 0
         now_s = self._clock()
         card = Card(reading.free_bytes, reading.others_bytes)
         sizes, self._calm_since_s = decide(self._rule, card, arenas, self._calm_since_s, now_s)
         for name, size in sizes.items():
-            if (engine := engines[name]).state is EngineState.READY:
+            engine = engines[name]
+            # One that somebody resized meanwhile is not what this was decided for.
+            if engine.state is EngineState.READY and engine.resizes == seen[name]:
                 await self._change(engine, arenas[name], size, reading)
 
     def _is_on_card(self, engine: EngineProcess) -> bool:
@@ -152,6 +152,9 @@ class CardWatch:
     async def _change(self, engine: EngineProcess, arena: DeviceArena, size: int, reading: Reading) -> None:
         try:
             await self._prepare.yield_device(engine, size)
+        except TryLater as exc:
+            log.debug("%s is left as it is at this look: %s", engine.model, exc)
+            return
         except TierdError as exc:
             self._refused_s[engine] = self._clock()
             log.info("%s keeps %d bytes of the card: %s", engine.model, arena.current_bytes, exc)
@@ -173,7 +176,7 @@ class CardWatch:
             self._turn_off("the driver lists none of our processes (in a container: it needs the host's process ids)")
 
     def _turn_off(self, why: str) -> None:
-        self.off = why
+        self.off, self._reading = why, None
         given = self._yielded_bytes
         kept = f"; {human_bytes(given)} stay given until `tierd resize` takes them back" if given else ""
         text = f"yield_device_mem is off, nobody watches the card any more: {why}{kept}"

@@ -233,6 +233,8 @@ def card_shown(told: object) -> str:
         return ""
     if told.get("state") == "off":
         return f"not watched any more: {shown(str(told.get('reason')))}"
+    if told.get("state") == "unknown":
+        return "watched, but it was not told just now who holds what of it"
     if "free_bytes" not in told:
         return "watched, when an engine computes on it"
     given = told.get("yielded_bytes")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from tierd.daemon.card import CardError, CardReader, Nvml
+from tierd.daemon.card import ANSWER_S, LET_GO_S, CardError, CardReader, CardThread, Nvml
 from tierd.daemon.config import Settings, split_listen
 from tierd.daemon.errors import BadConfig, TierdError
 from tierd.daemon.keys import check_reach
@@ -161,12 +161,14 @@ def gpu_finding(ask: Callable[[], str | None]) -> Finding:
                    "`tierd plan MODEL --gpu NAME` tells what a card would bring")  # fmt: skip
 
 
-def card_findings(settings: Settings, open_card: Callable[[], CardReader] = Nvml) -> Iterator[Finding]:
+def card_findings(
+    settings: Settings, open_card: Callable[[], CardReader] = Nvml, answer_s: float = ANSWER_S
+) -> Iterator[Finding]:
     """Whether a card can be watched, where that is wanted: without it the daemon does not start."""
     if not settings.yield_device_mem:
         return
     try:
-        open_card().close()
+        CardThread(open_card, answer_s).close(LET_GO_S)
     except CardError as exc:
         yield Finding("watched card", State.PROBLEM, str(exc), "leave --yield-device-mem at 0")
     else:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tierd.daemon import keys
-from tierd.daemon.card import CardError, CardReader, Nvml
+from tierd.daemon.card import ANSWER_S, LET_GO_S, CardError, CardReader, CardThread, Nvml
 from tierd.daemon.card_watch import CardWatch
 from tierd.daemon.child import WORKER
 from tierd.daemon.config import Settings, split_listen
@@ -57,6 +57,8 @@ def serve(
         stack.callback(door.close)
         keys.check_reach(settings)
         card = _watched_card(settings, open_card)
+        if card is not None:
+            stack.callback(card.close, LET_GO_S)
         web_socket = _listen(settings.listen)
         if web_socket is not None:
             stack.callback(web_socket.close)
@@ -66,7 +68,7 @@ def serve(
 class _Daemon:
     """One run. Threading: for one event loop."""
 
-    def __init__(self, settings: Settings, command: tuple[str, ...], card: CardReader | None) -> None:
+    def __init__(self, settings: Settings, command: tuple[str, ...], card: CardThread | None) -> None:
         self._settings = settings
         metrics, prepare = Metrics(), Preparer(settings)
         self._supervisor = Supervisor(
@@ -182,12 +184,12 @@ class _Daemon:
         self._service.stop_asked.set()
 
 
-def _watched_card(settings: Settings, open_card: Callable[[], CardReader]) -> CardReader | None:
+def _watched_card(settings: Settings, open_card: Callable[[], CardReader]) -> CardThread | None:
     """The card whose memory pages are to give way for; None where they are not to. Raises BadConfig."""
     if not settings.yield_device_mem:
         return None
     try:
-        return open_card()
+        return CardThread(open_card, ANSWER_S)
     except CardError as exc:
         raise BadConfig(
             f"yield_device_mem is set, and the card can't be watched: {exc}",

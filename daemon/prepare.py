@@ -16,7 +16,7 @@ from tierd.daemon import kv_quota, room
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.config import Settings
 from tierd.daemon.engine_config import EngineConfig, engine_config
-from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError, Unsupported
+from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError, TryLater, Unsupported
 from tierd.daemon.machine import Machine, Sizes, probe_machine
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.need import Need, find_need
@@ -190,8 +190,17 @@ class Preparer:
         return None if held is None else held.arenas.device
 
     async def yield_device(self, engine: EngineProcess, device_bytes: int) -> None:
-        """Have an engine use less of its part of the device, or all of it again; booked it stays. Raises TierdError."""
-        async with self._one_at_a_time:
+        """Have an engine use less of its part of the device, or all of it again; booked it stays.
+
+        Raises TryLater, and has waited for nothing, while memory is given or taken for something else: afterwards the
+        figures that this was decided by are old. Raises TierdError.
+        """
+        try:
+            async with asyncio.timeout(0):  # taken at once, or not at all
+                await self._one_at_a_time.acquire()
+        except TimeoutError:
+            raise TryLater("memory is given or taken for something else", hint="try again in a moment") from None
+        try:
             booked = self.device_bytes(engine.model)
             if booked is None or engine.state is not EngineState.READY:
                 raise EngineFailed(f"the engine of {engine.model} has ended", hint=LOGS_HINT)
@@ -200,6 +209,8 @@ class Preparer:
             self._yielded[engine.model] = wanted
             if wanted == booked:
                 del self._yielded[engine.model]
+        finally:
+            self._one_at_a_time.release()
 
     async def _weights_bytes(self, engine: EngineProcess, before_bytes: int) -> int:
         """The weights that an engine has in memory; `before_bytes` when it does not say."""
@@ -349,7 +360,7 @@ class Preparer:
             except TierdError as exc:
                 log.info("%s keeps its memory: %s", name, exc)
                 continue
-            log.info("%s has %d bytes of pages on the device now, %d below", name, *arenas)
+            log.info("%s has %d bytes of pages on the device now, %d below", name, device_bytes, arenas.host)
             self._held[name] = held._replace(arenas=arenas)
 
     def _least_device_bytes(self) -> int:

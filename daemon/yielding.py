@@ -37,7 +37,8 @@ class Rule(NamedTuple):
 
 
 class Card(NamedTuple):
-    """Memory of the card. `others_bytes`: what programs other than our engines hold."""
+    """Memory of the card. `others_bytes`: what programs other than our engines hold; of these none counts, neither one
+    that starts nor one that is silent."""
 
     free_bytes: int
     others_bytes: int

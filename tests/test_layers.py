@@ -49,7 +49,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 _BASE = frozenset({
-    "card_memory", "protocol", "generation", "errors", "config", "settled", "config_file", "config_values",
+    "aside", "card_memory", "protocol", "generation", "errors", "config", "settled", "config_file", "config_values",
     "engine_config", "kv_mode", "machine", "paths", "log", "units",
 })  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_queues_have_bounds() -> None:
 def test_threads_start_only_where_somebody_hears_them_die() -> None:
     owners = {
         "tierd.kernels.cpu.team", "tierd.tiers.mover", "tierd.tiers.cuda_memory", "tierd.daemon.engine.guide",
-        "tierd.daemon.engine.step", "tierd.daemon.engine.worker", "tierd.daemon.card_watch",
+        "tierd.daemon.engine.step", "tierd.daemon.engine.worker", "tierd.daemon.aside",
     }  # fmt: skip
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from tierd.daemon.card import CardError, Other, Reading
 
@@ -13,40 +13,48 @@ GIB = 1 << 30
 
 
 class MadeUpCard:
-    """`CardReader`. `arenas` says how much our engines have on it; the rest of what is ours is `fixed_bytes`."""
+    """`CardReader`. `memory` says how much each process of ours has on it; a game has `others_bytes`."""
 
-    def __init__(self, arenas: Any, total_bytes: int = 24 * GIB, fixed_bytes: int = GIB) -> None:
+    def __init__(self, memory: Callable[[], Mapping[int, int]], total_bytes: int = 24 * GIB) -> None:
         self.total_bytes = total_bytes
-        self.fixed_bytes = fixed_bytes
         self.others_bytes = 0
         self.error = ""
         self.listed = True
         self.closed = False
         self.pids: Collection[int] = ()
-        self._arenas = arenas
+        self.memory = memory
 
     def read(self, pids: Collection[int]) -> Reading | None:
         self.pids = pids
         if self.error:
             raise CardError(self.error)
-        if not self.listed:
+        used = dict(self.memory())
+        if not self.listed or used.keys().isdisjoint(pids):
             return None
-        ours = self._arenas() + self.fixed_bytes
-        others = (Other(4242, "game", self.others_bytes),) if self.others_bytes else ()
-        free = self.total_bytes - ours - self.others_bytes
-        return Reading(self.total_bytes, free, ours, self.others_bytes, others)
+        used |= {4242: self.others_bytes} if self.others_bytes else {}
+        others = [Other(pid, "game", size) for pid, size in used.items() if pid not in pids]
+        ours = sum(size for pid, size in used.items() if pid in pids)
+        whole = sum(used.values())
+        return Reading(self.total_bytes, self.total_bytes - whole, ours, whole - ours, tuple(others))
 
     def close(self) -> None:
         self.closed = True
 
 
 class FileCard:
-    """`CardReader`, whose figures stand in a file: `{"free_bytes": ..., "others_bytes": ...}` or `{"error": ...}`."""
+    """`CardReader`, whose figures stand in a file: `{"free_bytes": ..., "others_bytes": ...}` or `{"error": ...}`.
+
+    `{"hangs": "open"}` or "read": that never comes back. Beside the file `.reading` says that a read has begun, and
+    `.closed` that the library was let go of.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._may_hang("open")
 
     def read(self, pids: Collection[int]) -> Reading | None:
+        self._path.with_suffix(".reading").touch()
+        self._may_hang("read")
         told = json.loads(self._path.read_text())
         if "error" in told:
             raise CardError(told["error"])
@@ -54,4 +62,8 @@ class FileCard:
         return Reading(24 * GIB, told["free_bytes"], GIB, told["others_bytes"], others)
 
     def close(self) -> None:
-        """Nothing is held."""
+        self._path.with_suffix(".closed").touch()
+
+    def _may_hang(self, what: str) -> None:
+        if json.loads(self._path.read_text()).get("hangs") == what:
+            threading.Event().wait(600)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tierd.daemon.card import CardError, Nvml
+from tierd.daemon.card import CardError, CardThread, Nvml
 
 GIB = 1 << 30
 
@@ -137,6 +138,41 @@ def test_closing_twice_is_once() -> None:
     reader.close()
     reader.close()
     assert library.shut == 1
+
+
+def test_a_card_that_is_opened_too_late_is_let_go() -> None:
+    library, let_go, shut = Library(), threading.Event(), threading.Event()
+
+    def late() -> Nvml:
+        let_go.wait(20)
+        return Nvml(library)
+
+    library.nvmlShutdown = shut.set  # type: ignore[method-assign]
+    with pytest.raises(CardError, match="did not answer within 0.05 s"):
+        CardThread(late, 0.05)
+    let_go.set()
+    assert shut.wait(20) and library.opened == 1
+
+
+async def test_a_card_on_a_thread() -> None:
+    library = Library()
+    card = CardThread(lambda: Nvml(library))
+    reading = await card.read([100])
+    assert reading is not None and reading.ours_bytes == 3 * GIB
+    library.fail["memory"] = NVMLError("GPU is lost")
+    with pytest.raises(CardError, match="GPU is lost"):
+        await card.read([100])
+    card.close(20)
+    card.close(20)
+    assert library.opened == library.shut == 1
+    with pytest.raises(CardError, match="no card"):
+        CardThread(lambda: Nvml(_none()))
+
+
+def _none() -> Library:
+    library = Library()
+    library.count = 0
+    return library
 
 
 def test_the_real_library_is_loaded_when_asked_alone() -> None:

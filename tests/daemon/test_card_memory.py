@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -81,6 +82,18 @@ def test_a_library_that_refuses_is_no_card(fails: str) -> None:
 def test_a_card_that_is_too_old_or_that_nothing_can_use_is_none() -> None:
     assert found(Nvml((7, 5))) is None
     assert found(Nvml(), installed=False) is None
+
+
+def test_a_driver_that_hangs_is_no_card(caplog: pytest.LogCaptureFixture) -> None:
+    let_go = threading.Event()
+
+    class Hangs(Nvml):
+        def _Init(self) -> None:
+            let_go.wait(20)
+
+    assert probe_card(lambda _name: Hangs(), {}, lambda _name: True, 0.05) is None
+    let_go.set()
+    assert "did not answer" in caplog.text
 
 
 def test_without_the_library_nothing_is_loaded() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,9 @@ from front_harness import Daemon, Front, Wire, make_model, make_settings, runnin
 from made_up_card import GIB, MadeUpCard
 
 from tierd.daemon import card_watch
-from tierd.daemon.card import Reading
+from tierd.daemon.card import CardThread, Reading
 from tierd.daemon.card_watch import CardWatch
+from tierd.daemon.child import EngineState
 from tierd.daemon.machine import Machine
 
 RESERVE = 2 * GIB
@@ -28,8 +33,18 @@ class Scene:
     def __init__(self, front: Front) -> None:
         self.front = front
         self.now_s = 0.0
-        self.card = MadeUpCard(lambda: sum(arena.current_bytes for arena in self.watch._arenas.values()))
-        self.watch = CardWatch(self.card, RESERVE, front.supervisor, front.prepare, lambda: self.now_s)
+        self.card = MadeUpCard(self._memory)
+        self.thread = CardThread(lambda: self.card)
+        self.watch = CardWatch(self.thread, RESERVE, front.supervisor, front.prepare, lambda: self.now_s)
+
+    def _memory(self) -> dict[int, int]:
+        """What each engine has on the card: its arena, and weights."""
+        found = {}
+        for name, engine in list(self.front.supervisor.engines.items()):
+            if engine.pid is not None:
+                booked = self.front.prepare.device_bytes(name) or 0
+                found[engine.pid] = min(self.front.prepare._yielded.get(name, booked), booked) + GIB
+        return found
 
     async def look(self, seconds: float = 2.0) -> dict[str, Any]:
         self.now_s += seconds
@@ -38,8 +53,7 @@ class Scene:
 
     def press(self, free_bytes: int) -> None:
         """Another program takes all but so much of what our engines leave."""
-        ours = self.card._arenas() + self.card.fixed_bytes
-        self.card.others_bytes = self.card.total_bytes - ours - free_bytes
+        self.card.others_bytes = self.card.total_bytes - sum(self._memory().values()) - free_bytes
 
     async def device_bytes(self, name: str = "alpha") -> int:
         status = await self.front.engine(name).call("status", {}, 5)
@@ -100,7 +114,10 @@ async def test_an_engine_that_refuses_is_left_alone_for_a_while(tmp_path: Path, 
         assert one.front.engine().resizes == 2 and not one.watch.off
 
 
-async def test_what_a_newcomer_leaves_of_it_is_not_more_than_was_given(tmp_path: Path, machine: Machine) -> None:
+async def test_what_a_newcomer_leaves_of_it_is_not_more_than_was_given(
+    tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tierd.prepare")
     async with scene(tmp_path, machine, {"alpha": {}}) as one:
         await one.look()
         one.press(free_bytes=0)
@@ -113,6 +130,8 @@ async def test_what_a_newcomer_leaves_of_it_is_not_more_than_was_given(tmp_path:
         await one.front.service.unload("beta")
         await until(lambda: one.front.prepare.device_bytes("alpha") == 4 * GIB)
         assert await one.device_bytes("alpha") == 2 * GIB  # the card is still full
+        (told,) = [text for text in caplog.messages if text.startswith("alpha has")][-1:]
+        assert f"alpha has {2 * GIB} bytes of pages on the device now" in told
         one.card.others_bytes = 0
         for _ in range(5):
             await one.look(10.0)
@@ -146,10 +165,7 @@ async def test_an_error_of_the_driver_turns_it_off_and_is_told_once(tmp_path: Pa
         await until(lambda: one.card.closed)
 
 
-async def test_a_driver_that_hangs_turns_it_off(
-    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(card_watch, "READ_S", 0.05)
+async def test_a_driver_that_hangs_turns_it_off(tmp_path: Path, machine: Machine) -> None:
     async with scene(tmp_path, machine, {"alpha": {}}) as one:
         loop, held = asyncio.get_running_loop(), asyncio.Event()
 
@@ -158,6 +174,7 @@ async def test_a_driver_that_hangs_turns_it_off(
             return None
 
         one.card.read = hangs  # type: ignore[method-assign]
+        one.thread.answer_s = 0.05
         await one.look()
         assert "did not answer" in one.watch.off
         held.set()
@@ -167,7 +184,7 @@ async def test_processes_that_are_never_listed_turn_it_off(tmp_path: Path, machi
     async with scene(tmp_path, machine, {"alpha": {}}) as one:
         one.card.listed = False
         for _ in range(card_watch.UNLISTED - 1):
-            await one.look()
+            assert (await one.look())["state"] == "unknown"
         assert not one.watch.off
         one.card.listed = True
         await one.look()
@@ -176,6 +193,69 @@ async def test_processes_that_are_never_listed_turn_it_off(tmp_path: Path, machi
             assert not one.watch.off
             await one.look()
         assert "container" in one.watch.off
+
+
+async def test_engines_that_start_or_stand_still_are_no_other_programs(tmp_path: Path, machine: Machine) -> None:
+    async with scene(tmp_path, machine, {"alpha": {}, "beta": {}}) as one:
+        make_model(tmp_path / "models", "gamma", on_card=True, start_s=600)
+        loading = asyncio.create_task(one.front.service.load("gamma"))
+        await until(lambda: "gamma" in one.front.supervisor.engines and one.front.engine("gamma").pid)
+        memory = one._memory()
+        one.card.total_bytes = sum(memory.values()) + GIB  # less than the reserve is free, and it's our doing
+        os.kill(one.front.engine("beta").pid, signal.SIGSTOP)
+        try:
+            told = await one.look()
+        finally:
+            os.kill(one.front.engine("beta").pid, signal.SIGCONT)
+        assert one.front.engine("gamma").state is EngineState.STARTING
+        assert (told["state"], told["others_bytes"], told["others"]) == ("watching", 0, [])
+        assert set(one.card.pids) == memory.keys() and len(memory) == 3
+        assert one._memory() == memory  # nobody gave anything
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+
+
+async def test_what_is_on_the_card_is_unknown_while_no_engine_answers(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, machine, {"alpha": {}}) as one:
+        assert (await one.look())["state"] == "watching"
+        monkeypatch.setattr(card_watch, "ANSWER_S", 0.05)
+        os.kill(one.front.engine().pid, signal.SIGSTOP)
+        try:
+            told = await one.look()
+        finally:
+            os.kill(one.front.engine().pid, signal.SIGCONT)
+        assert told["state"] == "unknown" and "free_bytes" not in told
+
+
+async def test_while_memory_is_given_for_something_else_a_look_changes_nothing(
+    tmp_path: Path, machine: Machine
+) -> None:
+    async with scene(tmp_path, machine, {"alpha": {}}) as one:
+        await one.look()
+        one.press(free_bytes=GIB)
+        async with one.front.prepare._one_at_a_time:
+            told = await asyncio.wait_for(one.look(), 10)
+        assert told["yielded_bytes"] == 0 and one.front.engine().resizes == 0
+        assert (await one.look())["yielded_bytes"] == STEP  # no refusal was booked
+
+
+async def test_a_resize_since_the_look_began_is_not_undone(tmp_path: Path, machine: Machine) -> None:
+    async with scene(tmp_path, machine, {"alpha": {}}) as one:
+        await one.look()
+        one.press(free_bytes=GIB)
+        loop, read = asyncio.get_running_loop(), one.card.read
+
+        def resized_meanwhile(pids: Collection[int]) -> Reading | None:
+            reading = read(pids)
+            resize = one.front.service.resize("alpha", {"device_bytes": 5 * GIB})
+            asyncio.run_coroutine_threadsafe(resize, loop).result(20)
+            return reading
+
+        one.card.read = resized_meanwhile  # type: ignore[method-assign]
+        await one.look()
+        assert await one.device_bytes() == 5 * GIB
 
 
 async def test_an_engine_on_the_processors_is_told_once(tmp_path: Path, machine: Machine) -> None:
@@ -208,6 +288,39 @@ async def test_a_daemon_gives_way(tmp_path: Path, daemon: Callable[..., Daemon])
     events = (await wire.call("events", after=0))["events"]
     assert any(event["kind"] == "resize" and "game, pid 4242" in event["text"] for event in events)
     await wire.close()
+
+
+async def test_a_daemon_ends_while_the_driver_hangs(tmp_path: Path, daemon: Callable[..., Daemon]) -> None:
+    make_model(tmp_path / "models", "alpha", on_card=True)
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps({"hangs": "read"}))
+    one = daemon(device_mem=GIB, host_mem=0, yield_device_mem=RESERVE, card=str(card))
+    await asyncio.to_thread(one.wait)
+    wire = await Wire.connect(one.socket)
+    await wire.call("load", model="alpha")
+    await until(card.with_suffix(".reading").exists)
+    await wire.close()
+    said = await asyncio.to_thread(one.end)  # kills it and raises when it does not end
+    assert one.process.returncode == 0 and "stopped" in said
+
+
+def test_a_daemon_whose_driver_hangs_at_the_start_says_so(tmp_path: Path, daemon: Callable[..., Daemon]) -> None:
+    card = tmp_path / "card.json"
+    card.write_text(json.dumps({"hangs": "open"}))
+    refused = daemon(yield_device_mem=RESERVE, card=str(card), times={"ANSWER_S": 0.1})
+    refused.process.wait(20)
+    said = refused.end()
+    assert refused.process.returncode == 78 and "did not answer within 0.1 s" in said
+
+
+def test_a_start_that_fails_later_lets_go_of_the_card(tmp_path: Path, daemon: Callable[..., Daemon]) -> None:
+    card = tmp_path / "card.json"
+    card.write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        refused = daemon(yield_device_mem=RESERVE, card=str(card), listen=listen)
+        refused.process.wait(20)
+    assert "cannot listen" in refused.end() and card.with_suffix(".closed").exists()
 
 
 def test_a_daemon_that_can_watch_no_card_does_not_start(tmp_path: Path, daemon: Callable[..., Daemon]) -> None:

@@ -92,4 +92,5 @@ def test_a_watched_card_in_a_line() -> None:
     assert common.card_shown({**told, "yielded_bytes": 0}).startswith("no page had to give way")
     assert common.card_shown({"state": "off", "reason": "NVML: x"}) == "not watched any more: NVML: x"
     assert common.card_shown({"state": "idle"}) == "watched, when an engine computes on it"
+    assert common.card_shown({"state": "unknown"}).startswith("watched, but it was not told")
     assert common.card_shown({}) == common.card_shown(None) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -180,5 +181,17 @@ def test_a_card_that_is_to_be_watched(tmp_path: Path) -> None:
     watched = make_settings(tmp_path, yield_device_mem=GB)
     (bad,) = doctor.card_findings(watched, refuse)
     assert bad.state is State.PROBLEM and "Not Loaded" in bad.text and bad.remedy
-    (good,) = doctor.card_findings(watched, lambda: MadeUpCard(int))
+    (good,) = doctor.card_findings(watched, lambda: MadeUpCard(dict))
     assert good.state is State.OK and "1.0 GB" in good.text
+
+
+def test_a_driver_that_hangs_is_told(tmp_path: Path) -> None:
+    let_go, late = threading.Event(), MadeUpCard(dict)
+
+    def hang() -> MadeUpCard:
+        let_go.wait(20)
+        return late
+
+    (bad,) = doctor.card_findings(make_settings(tmp_path, yield_device_mem=GB), hang, 0.05)
+    assert bad.state is State.PROBLEM and "did not answer within 0.05 s" in bad.text
+    let_go.set()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from tierd.tiers.arena import SlotState
+from tierd.tiers.gpu import Row
 from tierd.tiers.keys import pack_tokens, page_key
 from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey, Tier
@@ -17,16 +18,19 @@ THINNED_PAGES = 16  # copied at once: they take some milliseconds
 
 
 class Committer:
-    """Not thread-safe: only the pager's thread calls it. `page_time` is now on the scale of `Node.last_use_s`."""
+    """Not thread-safe: only the pager's thread calls it. `page_time` is now on the scale of `Node.last_use_s`; `copy`
+    is `Mover.copy_now`."""
 
     def __init__(
-        self, residency: Residency, writeback: Writeback, promoter: Promoter, page_time: Callable[[], float]
-    ) -> None:
+        self, residency: Residency, writeback: Writeback, promoter: Promoter, page_time: Callable[[], float],
+        copy: Callable[[Row, Row], None],
+    ) -> None:  # fmt: skip
         self.collisions = 0  # keys that named other tokens than ours
         self._residency = residency
         self._writeback = writeback
         self._promoter = promoter
         self._page_time = page_time
+        self._copy = copy
 
     def commit(self, lease: Lease, tokens: Sequence[int]) -> None:
         """See `Pager.commit`."""
@@ -116,7 +120,7 @@ class Committer:
             lease.unkeyed = True
             lease.changes += 1
 
-    def thin(self, lease: Lease, kept: Collection[int], most: int = THINNED_PAGES) -> int:
+    def thin(self, lease: Lease, kept: Set[int], most: int = THINNED_PAGES) -> int:
         """Gives back pages of a sequence, whose rows see none from here on but the `kept` ones, by number.
         Returns how many slots it waits for.
 
@@ -127,8 +131,9 @@ class Committer:
         """
         if lease.absent or lease.tail is not None:
             return 0
-        numbers, device = lease.numbers, self._residency.device
-        if not set(numbers) <= set(kept):
+        numbers, device, host = lease.numbers, self._residency.device, self._residency.host
+        lease.kept = kept
+        if any(number not in kept for number in numbers):
             pages = list(zip(numbers, lease.private, strict=True))
             for number, slot in pages:
                 if number not in kept:
@@ -147,8 +152,7 @@ class Committer:
                 copy = device.alloc(SlotState.PRIVATE)
                 if copy is None:
                     return most - copies
-                host = self._residency.host
-                device.array[copy] = device.array[node.device] if node.device >= 0 else host.array[node.host]
+                self._copy(device.row(copy), device.row(node.device) if node.device >= 0 else host.row(node.host))
                 lease.sparse, lease.private = [number, *lease.numbers], [copy, *lease.private]
                 copies += 1
             else:

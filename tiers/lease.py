@@ -9,7 +9,7 @@ from the store layer by layer in every step, because there is no room for it in 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,15 +92,16 @@ class Lease:
         dropped: pages after the known ones that were given back: no later row of the sequence sees them.
         sparse: which pages of the sequence its first private ones are, where not all that follow each other; those
             after them do, up to the newest.
+        kept: which pages of the sequence rows see, where it is being thinned; None: no matter.
         changes: grows when slots of private or filling pages change.
         table: addresses of all pages, as of `table_version`; 0 for those that no memory holds.
         streamed: how many of those are read from the store.
     """
 
     __slots__ = (
-        "__weakref__", "absent", "changes", "deadline_s", "dropped", "filling", "loading", "lost", "next_load", "nodes",
-        "origins", "page_tokens", "private", "reached", "root", "share", "sparse", "state", "streamed", "table",
-        "table_version", "tail", "tail_origin", "tail_tokens", "unkeyed", "unseen",
+        "__weakref__", "absent", "changes", "deadline_s", "dropped", "filling", "kept", "loading", "lost", "next_load",
+        "nodes", "origins", "page_tokens", "private", "reached", "root", "share", "sparse", "state", "streamed",
+        "table", "table_version", "tail", "tail_origin", "tail_tokens", "unkeyed", "unseen",
     )  # fmt: skip
 
     def __init__(self, root: PageKey, page_tokens: int) -> None:
@@ -125,6 +126,7 @@ class Lease:
         self.unseen = 0
         self.dropped = 0
         self.sparse: list[int] = []
+        self.kept: Set[int] | None = None
         self.changes = 0
         self.table: Addresses = np.empty(0, np.int64)
         self.table_version = (-1, -1)

@@ -79,7 +79,9 @@ class Pager:
         self.evictor = Evictor(self.residency, mover, self.writeback)
         self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback, self._notice)
         self.tables = PageTables(self.residency, self.promoter)
-        self.committer = Committer(self.residency, self.writeback, self.promoter, self.page_time)
+        self.committer = Committer(
+            self.residency, self.writeback, self.promoter, self.page_time, mover.copy_now
+        )
         self.resizer = Resizer(self)
         self.leases: set[Lease] = set()
         self.shares = Shares(self.residency, self.leases)

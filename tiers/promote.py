@@ -128,11 +128,15 @@ class Promoter:
         self.fetching[lease] = None
 
     def refill(self, lease: Lease) -> bool:
-        """Brings streamed pages of a lease back to memory that is free now. True if a load was started."""
-        started = False
+        """Brings streamed pages of a lease back to memory that is free now. True if a load was started.
+
+        Of one that is being thinned only those that rows see, from the last on: in that order they are copied."""
+        started, nodes, kept = False, lease.nodes[lease.unseen :], lease.kept
+        if kept is not None:
+            nodes = [node for number, node in enumerate(lease.nodes) if number in kept][::-1]
         if self._evictor.asked:
             return False  # what is free is meant for pages to be written: they would push each other out for ever
-        for node in lease.nodes[lease.unseen :]:
+        for node in nodes:
             if self.loader.in_flight >= _REFILL_PAGES:
                 break
             if not node.readable and node.durable and node.load is None and node.computer is None:

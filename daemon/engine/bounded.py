@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from tierd.daemon.engine.selection import Lesson, Pick, Selection
 from tierd.daemon.errors import OutOfSpace
 from tierd.daemon.kv_mode import KvMode
 from tierd.kernels.rows import Bound
+from tierd.tiers.commit import THINNED_PAGES
 from tierd.tiers.lease import Addresses, Lease
 from tierd.tiers.pager import Pager
 
@@ -78,8 +80,12 @@ def thin(pager: Pager, request: Request, lease: Lease) -> None:
         return
     if heavy.is_due(position):
         heavy.decide(position)
-    if heavy.thinned and (slots := pager.committer.thin(lease, heavy.kept.tolist())) and pager.device.cached:
-        pager.evictor.make_room(min(slots, pager.device.cached))  # what nobody uses; tried again in the next turn
+    device, slots = pager.device, THINNED_PAGES if heavy.thinned else 0
+    # Where one slot is free, each copy makes room for the next: it must be done before the answer takes that slot.
+    while slots and (slots := pager.committer.thin(lease, heavy.numbers, slots)) and device.cached:
+        pager.evictor.make_room(min(slots, device.cached))  # what nobody uses
+        if not device.num_free:
+            return  # tried again in the next turn
 
 
 def kept_places(request: Request, lease: Lease, start: int) -> Addresses | None:
@@ -145,9 +151,8 @@ def fits(pager: Pager, request: Request) -> bool:
     size, tokens = pager.page_tokens, len(request.tokens)
     if (mode := request.mode) is not None and tokens > request.exact_end:
         if mode.thins:
-            exact = pages_for(request.exact_end, size)
-            private = min(mode.kept // size, pages_for(tokens, size) - request.exact_end // size)
-            return private <= pager.device.slots and exact + private <= pager.capacity_pages
+            needed = _thinning(pager, request, mode)
+            return needed.private <= pager.device.slots and needed.pages <= pager.capacity_pages
         if mode.selects:
             return pages_for(tokens, size) - request.exact_end // size <= pager.device.slots and tokens <= (
                 size * pager.capacity_pages
@@ -158,11 +163,40 @@ def fits(pager: Pager, request: Request) -> bool:
     return tokens <= size * (pager.device.slots if request.private else pager.capacity_pages)
 
 
+class _Thinning(NamedTuple):
+    """Pages that a sequence needs whose pages are thinned out."""
+
+    private: int  # on the device
+    pages: int  # in all
+    leaves: bool  # its prompt does: all that is kept of it may be copied (`Committer.thin`)
+
+
+def _thinning(pager: Pager, request: Request, mode: KvMode) -> _Thinning:
+    """What it needs to become as long as it is now."""
+    size, kept = pager.page_tokens, mode.kept // pager.page_tokens
+    private = min(kept, max(pages_for(len(request.tokens), size) - request.exact_end // size, 0))
+    leaves = 2 * kept <= pager.device.slots
+    # Beside its exact pages, until they have left: one to copy to, and those that its rows begin meanwhile.
+    beside = min(private, 2 + kept // (THINNED_PAGES * size)) if leaves else private
+    return _Thinning(private, pages_for(request.exact_end, size) + beside, leaves)
+
+
 def no_room(pager: Pager, request: Request) -> OutOfSpace:
     """The error of a request that does not fit (any more)."""
     tokens = len(request.tokens)
     if request.mode is None or request.keeps_all and tokens > pager.capacity_pages * pager.page_tokens:
         return fetch.no_room(pager, tokens)
+    if request.mode.thins and (needed := _thinning(pager, request, request.mode)).private <= pager.device.slots:
+        why = (
+            "that it has until it is thinned out" if needed.leaves else
+            "of its exact tokens and of what it keeps, which can't take the place of the others: it is more than half "
+            f"of the device's {pager.device.slots}"
+        )  # fmt: skip
+        return OutOfSpace(
+            f"with kv_mode {request.mode} this text of {tokens} tokens needs the {needed.pages} pages {why}; all tiers "
+            f"together hold {pager.capacity_pages}",
+            hint="give tierd more memory with --device-mem, or keep fewer tokens",
+        )
     return OutOfSpace(
         f"with kv_mode {request.mode} all but the exact pages lie on the device, whose {pager.device.slots} pages are "
         f"too few for this text of {tokens} tokens",

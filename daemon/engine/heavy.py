@@ -25,6 +25,7 @@ class Heavy:
 
     Attributes:
         kept: the pages that the rows of the newest page see, itself among them, ascending.
+        numbers: the same, to look one up.
         decided: the first token of which that is true.
 
     Args:
@@ -36,6 +37,7 @@ class Heavy:
 
     def __init__(self, pages: int, recent: int, first: int, page_tokens: int) -> None:
         self.kept: Numbers = np.arange(0)
+        self.numbers: frozenset[int] = frozenset()
         self.decided = 0
         self._pages = pages
         self._recent = recent
@@ -82,4 +84,5 @@ class Heavy:
             lightest = may_go[np.argsort(self._masses[may_go], kind="stable")[:spare]]
             before = np.setdiff1d(before, lightest)
         self.kept, self.decided = np.append(before, page), position
+        self.numbers = frozenset(self.kept.tolist())
         return self.kept

@@ -91,6 +91,33 @@ def test_what_the_device_has_no_room_for_stays_where_it_is() -> None:
     assert rig.tokens(1) == expected_thinning(LONG, 100, KEPT)
 
 
+@pytest.mark.parametrize(("length", "slots", "kept"), [(90, 32, 64), (88, 32, 64), (124, 33, 64), (188, 49, 96)])
+def test_where_the_prompt_fits_with_two_pages_the_answer_takes_the_place_of_what_is_thinned_out(
+    length: int, slots: int, kept: int
+) -> None:
+    prompt = [(place * 7 + place // 5) % 60 for place in range(length)]
+    rig = Rig(slots=slots, max_rows=8, context=400)
+    rig.submit(1, prompt, 100, kv_mode=f"h2o={kept}")
+    rig.run()
+    assert rig.terminal(1) == ["done"] and rig.tokens(1) == expected_thinning(prompt, 100, kept)
+    assert rig.streams.totals.preemptions == 0
+
+
+def test_what_is_kept_is_told_once_and_not_gathered_anew_in_every_turn() -> None:
+    rig = Rig(slots=17, host=80)
+    request = answering(rig, 20)
+    assert request.lease is not None and request.heavy is not None
+    seen = set()
+    while request.computed % PAGE != 3:
+        rig.turn()
+    for _ in range(3):  # copying is blocked
+        assert len(request.lease.nodes) > 1 and request.lease.kept is request.heavy.numbers
+        seen.add(id(request.heavy.numbers))
+        rig.turn()
+    assert len(seen) <= 2 and request.heavy.numbers == frozenset(request.heavy.kept.tolist())
+    rig.run()
+
+
 @pytest.mark.parametrize("host", [0, 12])
 def test_pages_that_are_left_may_lie_on_the_disk(host: int) -> None:
     rig = Rig(slots=17, host=host, store=200, max_rows=8)
@@ -101,12 +128,14 @@ def test_pages_that_are_left_may_lie_on_the_disk(host: int) -> None:
 
 def test_a_page_that_is_lost_has_it_begin_again() -> None:
     rig = Rig(slots=17, store=200, max_rows=8)
-    request = answering(rig, 40)
-    assert request.lease is not None
-    rig.staged.lost = [node.key for node in request.lease.nodes if not node.readable]
+    request = answering(rig, 15)
+    assert request.lease is not None and request.heavy is not None
+    known, seen = request.lease.nodes, request.heavy.numbers
+    rig.staged.lost = [node.key for number, node in enumerate(known) if number in seen and not node.readable]
+    assert rig.staged.lost, "rows read it on the disk"
     before = rig.streams.totals.lost_steps, rig.streams.totals.preemptions
-    while rig.streams.totals.lost_steps == before[0]:
-        rig.turn()
+    rig.turn(3)
+    assert rig.streams.totals.lost_steps > before[0]
     rig.staged.lost = []
     rig.run()
     assert rig.streams.totals.preemptions > before[1]
@@ -185,7 +214,22 @@ def test_an_answer_that_no_device_holds_is_told() -> None:
     rig.submit(1, LONG, 60, kv_mode=H2O)
     rig.run()
     (failed,) = rig.of(1, "failed")
-    assert failed["code"] == "out_of_space" and "kv_mode h2o=64" in failed["message"]
+    assert failed["code"] == "out_of_space" and "all but the exact pages lie on the device" in failed["message"]
+
+
+@pytest.mark.parametrize(
+    ("length", "slots", "message"),
+    [
+        (124, 32, "of 129 tokens needs the 33 pages that it has until it is thinned out; all tiers together hold 32"),
+        (90, 31, "it is more than half of the device's 31; all tiers together hold 31"),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_to_thin_it_out_is_told(length: int, slots: int, message: str) -> None:
+    rig = Rig(slots=slots)
+    rig.submit(1, [place % 50 for place in range(length)], 60, kv_mode=H2O)
+    rig.run()
+    (failed,) = rig.of(1, "failed")
+    assert failed["code"] == "out_of_space" and message in failed["message"]
 
 
 def test_the_first_page_the_newest_and_the_heaviest_are_kept() -> None:

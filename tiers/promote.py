@@ -77,8 +77,10 @@ class Promoter:
         self._writeback = writeback
 
     def fetch(self, lease: Lease, deadline_s: float, unseen: int = 0) -> None:
-        """Starts the loads and copies of a lease; it is ready at once if there is nothing to move. Of the first `unseen`
-        pages, which no row reads, those of the store stay there."""
+        """Starts the loads and copies of a lease; it is ready at once if there is nothing to move.
+
+        Of the first `unseen` pages, which no row reads, those of the store stay there.
+        """
         lease.unseen = unseen
         for place in [place for place in lease.absent if place < unseen and lease.nodes[place].durable]:
             self._leave_in_store(lease, place)

@@ -13,7 +13,10 @@ GIB = 1 << 30
 
 
 class MadeUpCard:
-    """`CardReader`. `memory` says how much each process of ours has on it; a game has `others_bytes`."""
+    """`CardReader`. `memory` says how much each process of ours has on it; a game has `others_bytes`.
+
+    `meanwhile` is called on the thread that reads, when the figures are taken.
+    """
 
     def __init__(self, memory: Callable[[], Mapping[int, int]], total_bytes: int = 24 * GIB) -> None:
         self.total_bytes = total_bytes
@@ -23,6 +26,7 @@ class MadeUpCard:
         self.closed = False
         self.pids: Collection[int] = ()
         self.memory = memory
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def read(self, pids: Collection[int]) -> Reading | None:
         self.pids = pids
@@ -35,6 +39,7 @@ class MadeUpCard:
         others = [Other(pid, "game", size) for pid, size in used.items() if pid not in pids]
         ours = sum(size for pid, size in used.items() if pid in pids)
         whole = sum(used.values())
+        self.meanwhile()
         return Reading(self.total_bytes, self.total_bytes - whole, ours, whole - ours, tuple(others))
 
     def close(self) -> None:

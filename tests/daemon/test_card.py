@@ -141,13 +141,18 @@ def test_closing_twice_is_once() -> None:
 
 
 def test_a_card_that_is_opened_too_late_is_let_go() -> None:
-    library, let_go, shut = Library(), threading.Event(), threading.Event()
+    let_go, shut = threading.Event(), threading.Event()
+
+    class Watched(Library):
+        def nvmlShutdown(self) -> None:
+            shut.set()
+
+    library = Watched()
 
     def late() -> Nvml:
         let_go.wait(20)
         return Nvml(library)
 
-    library.nvmlShutdown = shut.set  # type: ignore[method-assign]
     with pytest.raises(CardError, match="did not answer within 0.05 s"):
         CardThread(late, 0.05)
     let_go.set()

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from front_harness import Daemon, Front, Wire, make_model, make_settings, runnin
 from made_up_card import GIB, MadeUpCard
 
 from tierd.daemon import card_watch
-from tierd.daemon.card import CardThread, Reading
+from tierd.daemon.card import CardThread
 from tierd.daemon.card_watch import CardWatch
 from tierd.daemon.child import EngineState
 from tierd.daemon.machine import Machine
@@ -169,11 +169,7 @@ async def test_a_driver_that_hangs_turns_it_off(tmp_path: Path, machine: Machine
     async with scene(tmp_path, machine, {"alpha": {}}) as one:
         loop, held = asyncio.get_running_loop(), asyncio.Event()
 
-        def hangs(pids: object) -> Reading | None:
-            asyncio.run_coroutine_threadsafe(held.wait(), loop).result(20)
-            return None
-
-        one.card.read = hangs  # type: ignore[method-assign]
+        one.card.meanwhile = lambda: asyncio.run_coroutine_threadsafe(held.wait(), loop).result(20)
         one.thread.answer_s = 0.05
         await one.look()
         assert "did not answer" in one.watch.off
@@ -245,15 +241,13 @@ async def test_a_resize_since_the_look_began_is_not_undone(tmp_path: Path, machi
     async with scene(tmp_path, machine, {"alpha": {}}) as one:
         await one.look()
         one.press(free_bytes=GIB)
-        loop, read = asyncio.get_running_loop(), one.card.read
+        loop = asyncio.get_running_loop()
 
-        def resized_meanwhile(pids: Collection[int]) -> Reading | None:
-            reading = read(pids)
-            resize = one.front.service.resize("alpha", {"device_bytes": 5 * GIB})
-            asyncio.run_coroutine_threadsafe(resize, loop).result(20)
-            return reading
+        def resize() -> None:
+            work = one.front.service.resize("alpha", {"device_bytes": 5 * GIB})
+            asyncio.run_coroutine_threadsafe(work, loop).result(20)
 
-        one.card.read = resized_meanwhile  # type: ignore[method-assign]
+        one.card.meanwhile = resize
         await one.look()
         assert await one.device_bytes() == 5 * GIB
 

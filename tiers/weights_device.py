@@ -239,8 +239,7 @@ class DeviceRing:
                     size = min(PART_BYTES, source.nbytes - at)
                     gpu.copy(slot.row.address + at, start + at, size, self._stream)
                 gpu.record(slot.copied, self._stream)
+                self._copied_bytes += source.nbytes
         finally:
             slot.queued.set()
         gpu.synchronize(slot.copied)
-        with self._lock:
-            self._copied_bytes += source.nbytes

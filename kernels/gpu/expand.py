@@ -183,6 +183,7 @@ def expand(format: WeightFormat, rows: int, cols: int, source: Tensor, dest: Ten
     dest    uint8 [`card_bytes.matrix_bytes`], where it goes; the result is views of it
     dtype   of the activations: int4-g32 and int8-g32 keep their codes for those of 16 bits, all else becomes dense
 
-    Twins: `packing.from_panels` and `kernels.packing.unpack`. Raises ValueError for a wrong size, type or alignment.
+    Twin: `reference.weights`, for what becomes dense; for what keeps its codes `packing.from_panels`. Raises ValueError
+    for a wrong size, type or alignment.
     """
     return plan_expand(format, rows, cols, source, dest, dtype).run()

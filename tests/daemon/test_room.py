@@ -10,7 +10,8 @@ from tierd.daemon.room import Arenas, Held, divide, left_of, regrown
 
 BYTES = st.integers(0, 20 * GB)
 HELD = st.dictionaries(
-    st.sampled_from("abcde"), st.builds(Held, st.builds(Arenas, BYTES, BYTES), BYTES, BYTES), min_size=1, max_size=4
+    st.sampled_from("abcde"), st.builds(Held, st.builds(Arenas, BYTES, BYTES), BYTES, BYTES, st.just(False)),
+    min_size=1, max_size=4,
 )
 
 

@@ -173,6 +173,7 @@ def test_every_call_fits_its_signature() -> None:
     driver.free_event(event)
     driver.free_stream(stream)
     assert driver.granularity_bytes == 2 << 20
+    assert all(isinstance(found, int) for found in driver.memory())
     driver.close()
     driver.close()
     assert library.named().count("cuDevicePrimaryCtxRelease_v2") == 1

@@ -12,7 +12,6 @@ from tierd.daemon.engine.backend import Backend
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig
-from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.workspace import engine_bytes, exact_bytes
 from tierd.kernels.layout import PageLayout
@@ -55,11 +54,3 @@ def test_a_card_refuses_them_by_name() -> None:
     with pytest.raises(BadConfig, match="not there on the card yet") as refused:
         arenas.ladders(config(kv_exact_last=64), LAYOUT, Limits(50, 3, 16), backend(on_card=True))
     assert refused.value.param == "kv_exact_last" and refused.value.hint
-
-
-def test_copies_that_no_machine_holds_are_refused_before_anything_is_loaded() -> None:
-    manifest = cast(Manifest, SimpleNamespace(spec=SPEC, bytes=0))
-    arenas.check_memory(config(), manifest, 2 << 20)
-    with pytest.raises(BadConfig, match="kv_exact_last of .* is more than this machine's memory") as refused:
-        arenas.check_memory(config(kv_exact_last=4096), manifest, 2 << 20)
-    assert "--kv-exact-last" in (refused.value.hint or "")

@@ -24,8 +24,8 @@ def config(**sizes: Any) -> EngineConfig:
         "device_bytes": 64 * MIB, "host_bytes": 0, "weights_bytes": WHOLE, "host_weights_bytes": 0, "card": True,
     }  # fmt: skip
     return EngineConfig(
-        model_dir=str(Path("/m")), cache_dir="/c", nvme_bytes=0, nvme_min_free_bytes=0, threads=1, kv_format="bf16",
-        context=0, **defaults | sizes,
+        model_dir=str(Path("/m")), cache_dir="/c", nvme_bytes=0, nvme_min_free_bytes=0, threads=1,
+        context=0, **{"kv_format": "bf16"} | defaults | sizes,
     )  # fmt: skip
 
 
@@ -68,3 +68,11 @@ def test_the_least_memory_is_named() -> None:
     with pytest.raises(BadConfig, match="host_weights_mem of 1 bytes") as caught:
         check_device(config(weights_bytes=WHOLE - 8 * MIB, host_weights_bytes=1), MANIFEST, card(1 << 30), [])
     assert "--host-weights-mem" in str(caught.value.hint)
+
+
+def test_copies_that_no_machine_holds_are_refused_before_anything_is_loaded() -> None:
+    sizes: dict[str, Any] = {"card": False, "device_bytes": MIB, "weights_bytes": None, "kv_format": "k8v4"}
+    check_memory(config(**sizes), MANIFEST, 2 << 20)
+    with pytest.raises(BadConfig, match="kv_exact_last of .* more than this machine's memory") as refused:
+        check_memory(config(**sizes, kv_exact_last=1 << 20), MANIFEST, 2 << 20)
+    assert "--kv-exact-last" in (refused.value.hint or "")

@@ -308,8 +308,8 @@ def test_a_card_has_no_draft_model(pair: tuple[Path, Path], tmp_path: Path) -> N
     rest: list[Any] = [None] * 3  # what a draft model would be built of
     card: Any = SimpleNamespace(on_card=True)
     with contextlib.ExitStack() as resources:
-        found = assemble._guesses(config, rest[0], rest[1], card, rest[2], resources, 2, notes.append)
-    assert found is None and len(notes) == 1 and "not computed on a card" in notes[0]
+        found = assemble._speculator(config, rest[0], rest[1], card, rest[2], resources, 2, notes.append)
+    assert found.guesses is None and len(notes) == 1 and "not computed on a card" in notes[0]
 
 
 @pytest.mark.model

@@ -10,6 +10,7 @@ late copies and kernels run:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from tierd.tiers.errors import WeightsLost
-from tierd.tiers.gpu import DeviceRow, Event, Gpu, HostRow, Stream, address_of_row
+from tierd.tiers.gpu import DeviceRow, Event, Gpu, GpuError, HostRow, Stream, address_of_row
 from tierd.tiers.links import Link
 from tierd.tiers.mover import Job, JobClass, Mover
 from tierd.tiers.weights_ring import Pace, WeightRing
@@ -240,6 +241,10 @@ class DeviceRing:
                     gpu.copy(slot.row.address + at, start + at, size, self._stream)
                 gpu.record(slot.copied, self._stream)
                 self._copied_bytes += source.nbytes
-        finally:
-            slot.queued.set()
+        except GpuError:  # the job's end tells it; but what was queued before must not run on into what comes next
+            with contextlib.suppress(GpuError):
+                gpu.record(slot.copied, self._stream)
+                gpu.synchronize(slot.copied)
+            raise
+        slot.queued.set()
         gpu.synchronize(slot.copied)

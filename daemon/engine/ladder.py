@@ -172,8 +172,8 @@ class Ladders:
                 self.pages.drop(held)
             rungs.copies[page] = found
             return True
-        if held is not None or rungs.tail is None or rungs.tail[0] != page:
-            return False
+        if held is not None or rungs.tail is None or rungs.tail[0] != page or tokens > lease.tail_tokens:
+            return False  # behind what both texts share the other one's copy is of its own
         if (source := self.pages.find(rungs.tail[1], tokens)) is None:
             return False
         own = rungs.copies[page] = self.pages.make(source)  # others may write what follows into theirs

@@ -24,6 +24,7 @@ from tierd.daemon.errors import (
 )
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.placement import DoesNotFit
+from tierd.daemon.models.placement_card import DoesNotFitHost
 from tierd.daemon.units import human_bytes
 from tierd.tiers.errand import Errand
 from tierd.tiers.errors import PrefixInUse, PrefixNotDurable, PrefixUnknown, StoreFull, TierFull
@@ -252,6 +253,12 @@ async def _move_weights(engine: Engine, weights_bytes: int, deadline_s: float) -
         raise Unsupported("the weights of this engine can't be moved", param="weights_bytes")
     try:
         await asyncio.wrap_future(engine.loop.call(lambda: engine.weights.retarget(weights_bytes)))
+    except DoesNotFitHost as exc:
+        raise OutOfSpace(
+            f"what the card would have no room for then needs {human_bytes(exc.needed_bytes)} of CPU memory",
+            hint=f"start with --host-weights-mem {-(-exc.needed_bytes // 10**6)}MB, or leave more on the card",
+            param="weights_bytes",
+        ) from None
     except DoesNotFit as exc:
         raise OutOfSpace(
             f"{human_bytes(weights_bytes)} are too little for the weights: even streamed they need "

@@ -209,9 +209,7 @@ class CpuDecoder:
         self._next_layer = next_layer + 1
         launch = partial(self._launch, range(1 + index, 2 + index))
         try:
-            if choose is not None:
-                if self._exact is not None:
-                    raise ValueError("pages with exact copies can't be chosen")
+            if choose is not None:  # who chooses has no exact copies, whoever else has: its places among them stay 0
                 self._job["steps"], self._job["pages"] = QUERIES, pages.ctypes.data
                 launch()
                 memories, pages = choose(queries(self._job))

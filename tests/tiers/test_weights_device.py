@@ -156,7 +156,7 @@ def test_a_record_that_the_disk_does_not_give_is_lost_and_the_next_pass_has_it(r
 def test_a_card_that_refuses_a_copy_is_named(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rigs("hhh")
     monkeypatch.setattr(rig.gpu, "copy", lambda *_: (_ for _ in ()).throw(GpuError(5, "an illegal address")))
-    with pytest.raises(WeightsLost, match="record 0: an illegal address|an illegal address"):
+    with pytest.raises(WeightsLost, match="an illegal address"):
         rig.use(0)
     monkeypatch.undo()
     rig.use(0)

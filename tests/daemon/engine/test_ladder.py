@@ -205,5 +205,6 @@ def test_random_lives_under_ladders_leave_nothing_that_is_wrong(seed: int) -> No
         if rig.terminal(number) == ["done"]:
             assert rig.tokens(number) == tokens
         else:
+            assert rig.terminal(number) in (["aborted"], ["failed"])
             aborted.add(number)
-    assert len(aborted) < 8 or rig.events
+    assert len(aborted) < len(wanted)

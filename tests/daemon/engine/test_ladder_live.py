@@ -55,7 +55,7 @@ def cached(live: Live, ask: dict[str, Any]) -> tuple[list[int], int]:
 def asks() -> list[dict[str, Any]]:
     """From one beginning, some of them under a ladder."""
     begin = prompt(1, 150)
-    modes = (MODE, "exact_first=0,exact_last=32", "exact", MODE)
+    modes = (MODE, "exact_first=0,exact_last=32", "exact", MODE, "select=4")
     return [
         {"tokens": begin + prompt(number + 2, 10 * number), "max_tokens": 40, "kv_mode": mode}
         for number, mode in enumerate(modes)

@@ -161,23 +161,6 @@ def test_a_pass_has_the_bits_of_one_over_resident_weights(tmp_path: Path) -> Non
         assert {row.tier for row in bench.weights.rows()} == {"device", "host", "nvme"}
 
 
-@pytest.mark.long
-def test_layers_move_between_passes(tmp_path: Path) -> None:
-    model = prepared(tmp_path, "bf16")
-    with Bench(model, None, None) as bench:
-        wanted, least = bench.step(7, 0), least_bytes(model, embed_on_card=True)
-        everything = bench.weights.memory_bytes
-        for memory in (least, everything - 1, everything):
-            bench.weights.retarget(memory)
-            while bench.weights.settle():
-                assert np.array_equal(bench.step(7, 0), wanted)
-            assert bench.weights.memory_bytes <= memory and np.array_equal(bench.step(7, 0), wanted)
-            assert bench.weights.streams == (memory < everything)
-        with pytest.raises(DoesNotFit):
-            bench.weights.retarget(least - 1)
-        assert np.array_equal(bench.step(7, 0), wanted)
-
-
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Live]:
     def make(model: Path, **sizes: Any) -> Live:

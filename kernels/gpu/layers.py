@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class SlotLayer:
     def __init__(self, pieces: Sequence[Piece], slot: Tensor, place: Tensor, dtype: torch.dtype) -> None:
         self._plans: list[Plan[Matrix]] = []
         self._vectors: list[tuple[Tensor, Tensor]] = []
-        found: dict[str, Matrix] = {}
+        found: dict[str, Any] = {}  # by field of `GpuLayer`: matrices and vectors
         at, width = 0, torch.empty(0, dtype=dtype).element_size()
         for piece in pieces:
             source = slot[piece.offset : piece.offset + piece.num_bytes]
@@ -129,7 +129,7 @@ class SlotLayer:
                 found[piece.name] = plan.result
         norms = [found.pop(name, None) for name in ("q_norm", "k_norm")]
         try:
-            self.layer = GpuLayer(qk_norms=None if None in norms else tuple(norms), **found)  # type: ignore[arg-type]
+            self.layer = GpuLayer(qk_norms=None if None in norms else tuple(norms), **found)
         except TypeError as exc:
             raise ValueError(f"a record that is no dense layer: {exc}") from None
 

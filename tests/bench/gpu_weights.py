@@ -78,7 +78,7 @@ class Model:
         angles = np.outer(np.arange(64), 10000.0 ** (-np.arange(shape.head_dim // 2) / shape.head_dim * 2))
         self.torch_stream = None if dry else torch.cuda.ExternalStream(self.stream, device)
         self.decoder = GpuDecoder(
-            shape, [None] * shape.num_layers, Ends(table, ones, table), self.layout,  # type: ignore[arg-type]
+            shape, [None] * shape.num_layers, Ends(table, ones, table), self.layout,
             np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), 16, torch.bfloat16,
             stream=self.torch_stream,
         )  # fmt: skip

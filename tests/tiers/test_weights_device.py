@@ -54,7 +54,7 @@ class Rig:
         rows = [self.block.row(slot * RECORD, RECORD) for slot in range(slots)]
         assert all(isinstance(row, DeviceRow) for row in rows)
         records = [self.record(n, place) for n, place in enumerate(places)]
-        self.ring = DeviceRing(self.gpu, self.compute, self.mover, records, rows, disk=ring, **options)  # type: ignore[arg-type]
+        self.ring = DeviceRing(self.gpu, self.compute, self.mover, records, rows, disk=ring, **options)
         self.rows = rows
         self.wrong: list[int] = []
 
@@ -71,7 +71,7 @@ class Rig:
         row, right = self.rows[slot], self.data[number].tobytes()
 
         def look() -> None:
-            if bytes_at(row.address, RECORD) != right:  # type: ignore[union-attr]
+            if bytes_at(row.address, RECORD) != right:
                 self.wrong.append(number)
 
         for _ in range(launches):
@@ -182,4 +182,4 @@ def test_copies_are_counted_where_pages_are(rigs: Callable[..., Rig]) -> None:
 def test_slots_too_small_are_refused() -> None:
     gpu = FakeGpu()
     with pytest.raises(ValueError, match="too small"):
-        DeviceRing(gpu, gpu.new_stream(), None, [Record("a", 9, None)], [DeviceRow(0, 8)])  # type: ignore[arg-type]
+        DeviceRing(gpu, gpu.new_stream(), None, [Record("a", 9, None)], [DeviceRow(0, 8)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.counts import counted
+from tests.daemon.engine.exact_prompts import live_at_random
 from tests.daemon.engine.fakes import PAGE, expected, expected_thinning
 from tests.daemon.engine.rig import Rig
 from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
@@ -252,28 +253,4 @@ def test_what_was_looked_at_long_ago_fades() -> None:
 @settings(max_examples=counted(200, 4), deadline=None)
 @given(st.integers(0, 10**9))
 def test_random_lives_leave_nothing_that_is_wrong(seed: int) -> None:
-    """Such and others, of texts that begin alike, in little memory; afterwards each text once more, exactly."""
-    chance = random.Random(seed)
-    rig = Rig(
-        slots=chance.choice((30, 45)), host=chance.choice((0, 9)), store=chance.choice((0, 90)), max_streams=3,
-        max_rows=chance.choice((8, 16)),
-    )  # fmt: skip
-    wanted: dict[int, list[int]] = {}
-    texts: dict[int, list[int]] = {}
-    for number in range(1, 6):
-        prompt = [chance.choice((1, 2)) if place > 60 else place for place in range(chance.randint(1, 90))]
-        thins = chance.random() < 0.6
-        count = chance.randint(1, 25)
-        wanted[number] = expected_thinning(prompt, count, KEPT) if thins else expected(prompt, count)
-        texts[number] = [*prompt, *wanted[number]]
-        rig.submit(number, prompt, count, kv_mode=H2O if thins else None, priority=chance.randint(0, 2))
-        rig.turn(chance.randint(0, 9))
-        rig.disturb(number, chance)
-    rig.run()
-    for number, tokens in wanted.items():
-        if rig.terminal(number) == ["done"]:
-            assert rig.tokens(number) == tokens
-    for number, text in texts.items():
-        rig.submit(100 + number, text, 4)
-        rig.run()
-        assert rig.tokens(100 + number) == expected(text, 4)
+    live_at_random(seed, H2O, partial(expected_thinning, kept=KEPT), 25)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.counts import counted
+from tests.daemon.engine.exact_prompts import check_exact_after, check_streamed_weights
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
-from tests.daemon.engine.model.test_weights import least_bytes
-from tests.daemon.engine.model.test_weights import live as live_weights
-from tests.daemon.engine.test_bounded_live import pages, prompt, said
+from tests.daemon.engine.test_bounded_live import prompt, said
 
 CONTEXT, BEGIN, ANSWER = 256, 130, 30
 
@@ -53,28 +52,11 @@ def test_cold_restored_picked_from_the_disk_and_in_company(model: Path, tmp_path
 
 @pytest.mark.long
 def test_weights_that_are_streamed_change_nothing(tmp_path: Path) -> None:
-    shape = reference("llama", num_hidden_layers=6, max_position_embeddings=CONTEXT)
-    model, wanted = prepare(shape, tmp_path / "model"), asks()[:1]
-    with live_weights(model, tmp_path / "whole", None) as live:
-        right = said(live, wanted)
-    with live_weights(model, tmp_path / "streamed", least_bytes(model)) as live:
-        assert live.engine.weights.streams and said(live, wanted) == right
+    check_streamed_weights(tmp_path, asks()[:1], CONTEXT)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(counted(12, 4)))
 def test_after_an_answer_an_exact_request_has_what_a_cold_one_has(model: Path, tmp_path: Path, seed: int) -> None:
-    """Its tokens, and to the last bit what every page under a key holds."""
-    chance = random.Random(seed)
-    kv_format = chance.choice(("fp32", "fp32", "k8v4"))
-    tokens = prompt(seed, chance.randint(90, 150))
-    ask = {"tokens": tokens, "max_tokens": chance.randint(20, 40), "kv_mode": "select=4"}
-    with Live(model, tmp_path / "used", device=100, nvme=200, kv_format=kv_format) as live:
-        (answer,) = said(live, [ask])
-        again = {"tokens": [*tokens, *answer], "max_tokens": 8}
-        ((warm, end),) = live.run([again])
-        assert end.data["usage"].cached_tokens == len(tokens)
-        used = pages(live)
-    with Live(model, tmp_path / "cold", device=100, nvme=0, kv_format=kv_format) as live:
-        assert said(live, [again])[0] == warm
-        assert used == pages(live) and len(used) >= 4
+    ask = {"max_tokens": random.Random(seed).randint(20, 40), "kv_mode": "select=4"}
+    check_exact_after(model, tmp_path, seed, ask, (90, 150), lambda length: length)

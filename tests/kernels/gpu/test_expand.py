@@ -22,7 +22,7 @@ def k_quants(format: WeightFormat, rows: int, cols: int) -> PackedMatrix:
     shape = (rows, cols // 256)
     q = rng.integers(-32, 32, (rows, cols)).astype(np.int8)
     if format is not WeightFormat.INT8_K:
-        q = rng.integers(0, 16 if format is WeightFormat.INT4_K else 32, (rows, cols)).astype(np.uint8)  # type: ignore[assignment]
+        q = rng.integers(0, 16 if format is WeightFormat.INT4_K else 32, (rows, cols)).astype(np.uint8)
     steps = [rng.random(shape).astype(np.float16) for _ in range(2)]
     counts = rng.integers(-64, 64, (rows, shape[1] * parts)).astype(np.int8)
     minimums = rng.integers(0, 64, (rows, shape[1] * parts)).astype(np.uint8)

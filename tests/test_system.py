@@ -88,18 +88,18 @@ def test_a_turn_prefills_only_its_new_tokens(home: Home) -> None:
 
 
 def test_a_stream_outlives_its_engine(home: Home) -> None:
-    submit = Submit(model=MODEL, prompt="Once upon a time", sampling=Sampling(temperature=0.8, seed=7, max_tokens=160))
+    submit = Submit(model=MODEL, prompt="Once upon a time", sampling=Sampling(temperature=0.8, seed=7, max_tokens=320))
     undisturbed, _ = home.generate(submit)
     engine = home.engine_pid()
     with Client(home.socket) as client:
         events = []
         for event in client.generate(submit):
             events.append(event)
-            if len(events) == 20:
+            if len(events) == 8:  # long before a fast machine has written it all
                 os.kill(engine, signal.SIGKILL)
     text, done = collect(events)
     assert text == undisturbed
-    assert done["usage"]["completion_tokens"] == 160
+    assert done["usage"]["completion_tokens"] == 320
     assert home.engine_pid() != engine
 
 

@@ -37,8 +37,8 @@ def dry(tmp_path: Path, *options: str) -> set[str]:
     return {row["part"] for row in rows}
 
 
-def test_the_parts_that_move_bytes(tmp_path: Path) -> None:
-    assert dry(tmp_path, "--only", "rates,matmul,copies,trips") == {"rates", "matmul", "copies", "trips"}
+def test_the_parts_that_are_asked_for(tmp_path: Path) -> None:
+    assert dry(tmp_path, "--only", "rates,copies") == {"rates", "copies"}
 
 
 @pytest.mark.long

@@ -86,7 +86,7 @@ def check(
         assert live.engine.pager.store is None or live.engine.pager.store.check() == []
 
 
-FEW = [(8, 0, PLENTY, 8), (8, 64, PLENTY, 1), (32, 64, 0, 8), (128, PLENTY, PLENTY, 8), (1, 0, PLENTY, 1)]
+FEW = [(8, 64, PLENTY, 8), (32, 64, 0, 8)]
 
 
 @pytest.mark.parametrize(("device", "host", "nvme", "streams"), FEW)

@@ -279,6 +279,7 @@ async def test_links_tell_what_they_can_do_and_when_computing_waits_for_them(
         assert written.report.compute_wait_s == 0.0 and not any(written.waits)
 
 
+@pytest.mark.long
 async def test_watching_costs_less_than_one_part_in_200_of_the_step_thread(
     live: Live, tokenizer: ThreadPoolExecutor
 ) -> None:

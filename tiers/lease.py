@@ -82,6 +82,7 @@ class Lease:
         absent: places of known pages that can't be read yet.
         reached: tokens that were found or computed, without regard to absent pages before them.
         tail: a partial page in flight or not started; once arrived it is the first private page.
+        tail_of: the known page whose first tokens the tail is.
         share: what its pages count for, when its tenant has a bound.
         unkeyed: a key collided: the rest of this sequence stays private.
         lost: something that was found did not arrive.
@@ -101,7 +102,7 @@ class Lease:
     __slots__ = (
         "__weakref__", "absent", "changes", "deadline_s", "dropped", "filling", "kept", "loading", "lost", "next_load",
         "nodes", "origins", "page_tokens", "private", "reached", "root", "share", "sparse", "state", "streamed",
-        "table", "table_version", "tail", "tail_origin", "tail_tokens", "unkeyed", "unseen",
+        "table", "table_version", "tail", "tail_of", "tail_origin", "tail_tokens", "unkeyed", "unseen",
     )  # fmt: skip
 
     def __init__(self, root: PageKey, page_tokens: int) -> None:
@@ -117,6 +118,7 @@ class Lease:
         self.reached = 0
         self.tail: TailCopy | None = None
         self.tail_tokens = 0
+        self.tail_of: Node | None = None
         self.tail_origin = Tier.DEVICE
         self.unkeyed = False
         self.lost = False

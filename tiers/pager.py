@@ -8,6 +8,7 @@ from tierd.tiers import check as checks
 from tierd.tiers import upkeep
 from tierd.tiers.arena import Arena, SlotState
 from tierd.tiers.commit import Committer
+from tierd.tiers.distrust import Distrust
 from tierd.tiers.errors import StoreError, TierFull
 from tierd.tiers.evict import Evictor
 from tierd.tiers.journal import Journal
@@ -83,6 +84,7 @@ class Pager:
             self.residency, self.writeback, self.promoter, self.page_time, mover.copy_now
         )
         self.resizer = Resizer(self)
+        self.distrust = Distrust(self.residency)
         self.leases: set[Lease] = set()
         self.shares = Shares(self.residency, self.leases)
         self.clock = clock
@@ -169,7 +171,7 @@ class Pager:
         lease.reached = len(found) * self.page_tokens
         if source is not None:
             self._use(source, now_s, again)
-            lease.tail = TailCopy(source)
+            lease.tail, lease.tail_of = TailCopy(source), source
             lease.tail_tokens = shared
             lease.tail_origin = source.nearest
         if not again:
@@ -325,6 +327,7 @@ class Pager:
         changed |= self.writeback.poll(now_s)
         changed |= self.evictor.poll()
         changed |= self.resizer.poll()
+        self.distrust.work()
         if not self._starved:  # else it would take the slots that were just made free for somebody
             for lease in self.leases:
                 if lease.streamed:

@@ -25,7 +25,7 @@ from tierd.daemon.engine.intake import Facts, Intake
 from tierd.daemon.engine.memory_check import check_device, check_memory, load_weights
 from tierd.daemon.engine.model import rope
 from tierd.daemon.engine.model.held import HeldWeights
-from tierd.daemon.engine.model.load import Vector
+from tierd.daemon.engine.model.load import HINT, Vector
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
 from tierd.daemon.engine.selection import Selection
@@ -42,6 +42,7 @@ from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, ModelInvalid
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
+from tierd.daemon.models.digests import verify_texts
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.protocol import Event
 from tierd.kernels.cpu.selection import PageBounds
@@ -112,6 +113,8 @@ def build(
         manifest = load_manifest(directory)
     except ModelFileError as exc:
         raise ModelInvalid(f"model {directory.name!r} is broken: {exc}") from exc
+    if findings := verify_texts(directory, manifest):
+        raise ModelInvalid(f"model {directory.name!r} is broken: {'; '.join(findings)}", hint=HINT)
     check_memory(config, manifest, total_memory_bytes())
     hooks.progress("kernels", 0, 1)
     resources = contextlib.ExitStack()

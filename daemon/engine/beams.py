@@ -93,7 +93,7 @@ class BeamSearch:
         for parent, (hypothesis, row) in enumerate(zip(self.running, logits, strict=True)):
             values = log_softmax(row)
             if not np.isfinite(values[int(np.argmax(values))]):  # NaN wins an argmax
-                raise BadLogits("the model's output is not a number")
+                raise BadLogits()
             found += [
                 (hypothesis.score + float(values[token]), parent, int(token))
                 for token in largest(row, min(count, row.size))

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierd.daemon.errors import EngineFailed
 from tierd.daemon.protocol import Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -29,8 +30,15 @@ _FIRST_CANDIDATES = 1024
 _BLOCK = 256
 
 
-class BadLogits(ValueError):
+class BadLogits(EngineFailed):
     """The model produced a value that is not a number: nothing can be drawn from it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's output is not a number: its weights, or what was remembered of this text, are damaged",
+            hint="ask again: what was remembered is forgotten; if that fails too, `tierd show MODEL --verify` checks "
+            "the weights",
+        )
 
 
 # For a model that publishes no temperature: llama.cpp's figures. At 1.0 with nothing cut off, small models ramble.
@@ -174,7 +182,7 @@ class Sampler:
         params = self.params
         best = int(np.argmax(logits))  # NaN wins an argmax, so one look at the winner finds any
         if not np.isfinite(logits[best]):
-            raise BadLogits("the model's output is not a number")
+            raise BadLogits()
         if params.temperature < MIN_TEMPERATURE or params.top_k == 1:
             return best
         return _draw(logits, params, float(logits[best]), uniform(params.seed, position))

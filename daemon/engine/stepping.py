@@ -18,6 +18,7 @@ from tierd.daemon.engine.guesses import Costs, Guesses, Wish
 from tierd.daemon.engine.ladder import Ladders, Span, blocks
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import GaveWay, Runner
+from tierd.daemon.engine.sampler import BadLogits
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates
 from tierd.daemon.engine.selection import Lesson, Pick
 from tierd.daemon.engine.speculate import MAX_DRAFT, Speculator
@@ -27,6 +28,7 @@ from tierd.tiers.lease import Lease
 from tierd.tiers.page import PageKey
 from tierd.tiers.pager import Pager
 from tierd.tiers.policy import CostEstimator
+from tierd.tiers.prefix import Node
 
 log = logging.getLogger(__name__)
 
@@ -333,6 +335,14 @@ class Steps:
         self._pager.tables.lose(lost, self._pager.leases)
         if self._lost_steps >= MAX_LOST_STEPS:
             self._pager.writeback.turn_off(f"{self._lost_steps} steps in a row could not read their pages: {lost}")
+
+
+def spoiled_pages(request: Request, exc: BaseException) -> list[Node]:
+    """The known pages of a request whose model gave no numbers. What else it computed does not become known."""
+    if request.lease is None or not isinstance(exc, BadLogits):
+        return []
+    request.computed = 0
+    return [*request.lease.nodes, *([request.lease.tail_of] if request.lease.tail_of is not None else [])]
 
 
 def _parts(request: Request, chunk: Chunk, limits: Limits) -> list[Part]:

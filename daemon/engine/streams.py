@@ -17,7 +17,7 @@ from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import Chunk, Limits, Phase, Rates, Snapshot
 from tierd.daemon.engine.sharing import Following
 from tierd.daemon.engine.speculate import Speculator
-from tierd.daemon.engine.stepping import Logits, Steps, Work
+from tierd.daemon.engine.stepping import Logits, Steps, Work, spoiled_pages
 from tierd.daemon.errors import EngineFailed, OutOfSpace, TierdError, to_wire
 from tierd.daemon.protocol import Event
 from tierd.tiers.errors import TierFull
@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 30.0
 # Pages that eviction promised have to come within this time, even from a slow disk; then somebody gives up his.
 STUCK_S = 30.0
-# Where nothing is under way that could free a page, nobody waits for longer than this.
-STILL_S = 1.0
+STILL_S = 1.0  # the same where nothing is under way that could free a page
 
 
 class Streams:
@@ -113,6 +112,7 @@ class Streams:
         self.totals.failures += 1
         if not isinstance(exc, TierdError):
             log.error("request %d failed", request.id, exc_info=exc)
+        self._pager.distrust.add(spoiled_pages(request, exc))
         self._end(request, "failed", to_wire(exc))
 
     def fail_all(self, exc: BaseException) -> None:

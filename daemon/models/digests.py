@@ -132,6 +132,18 @@ def verify(
                     findings.append(f"record {record.name} of {WEIGHTS} differs from its digest")
     except ModelFileError as exc:
         findings.append(str(exc))
+    findings += verify_texts(directory, manifest)
+    computed = model_digest(
+        manifest.spec, manifest.records, whole.digest(), manifest.tokenizer_digest, manifest.template_digest
+    )
+    if not findings and computed != manifest.digest:
+        findings.append("the manifest differs from its digest")
+    return findings
+
+
+def verify_texts(directory: Path, manifest: Manifest) -> list[str]:
+    """The same for the tokenizer and the template alone."""
+    findings: list[str] = []
     texts = [(TOKENIZER, manifest.tokenizer_digest)]
     texts += [(TEMPLATE, manifest.template_digest)] if manifest.template_digest else []
     for name, expected in texts:
@@ -140,9 +152,4 @@ def verify(
                 findings.append(f"{name} differs from its digest")
         except ModelFileError as exc:
             findings.append(str(exc))
-    computed = model_digest(
-        manifest.spec, manifest.records, whole.digest(), manifest.tokenizer_digest, manifest.template_digest
-    )
-    if not findings and computed != manifest.digest:
-        findings.append("the manifest differs from its digest")
     return findings

@@ -1,7 +1,8 @@
 """A prepared model directory, mapped: weights as the kernels take them, nothing converted.
 
 `weights.bin` is mapped copy-on-write: the arrays count as writable, as the kernels want, and a stray write would reach
-a private page and never the file. Its pages come from the page cache when a kernel first touches them.
+a private page and never the file. Every record is compared with its digest when it is mapped: what damaged weights
+compute would be remembered as if it were right.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import WEIGHTS, Manifest, RecordEntry, TensorEntry
@@ -120,8 +122,25 @@ def shape_of(spec: ModelSpec) -> DecoderShape:
     )
 
 
-def map_file(directory: Path, manifest: Manifest) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
-    """The weight file of a prepared model, mapped, and all its bytes. Raises ModelInvalid for a wrong size."""
+def damaged(record: str) -> ModelInvalid:
+    """The error for a record whose bytes are others than those of the import."""
+    return ModelInvalid(f"record {record} isn't what was imported: bytes on the disk have changed", hint=HINT)
+
+
+def checked(memory: npt.NDArray[np.uint8], record: RecordEntry) -> npt.NDArray[np.uint8]:
+    """The bytes of a record, compared with its digest. Raises ModelInvalid."""
+    if xxhash.xxh3_128_hexdigest(memory.data) != record.digest:
+        raise damaged(record.name)
+    return memory
+
+
+def map_file(
+    directory: Path, manifest: Manifest, progress: Callable[[int, int], None] = lambda _done, _total: None
+) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+    """The weight file of a prepared model, mapped, and all its bytes, compared with their digests.
+
+    `progress` is called with (bytes compared, bytes). Raises ModelInvalid.
+    """
     path = directory / WEIGHTS
     try:
         with path.open("rb") as file:
@@ -133,6 +152,9 @@ def map_file(directory: Path, manifest: Manifest) -> tuple[mmap.mmap, npt.NDArra
     data = np.frombuffer(mapped, np.uint8)
     if data.size != manifest.bytes:
         raise ModelInvalid(f"{WEIGHTS} has {data.size} bytes, the manifest says {manifest.bytes}", hint=HINT)
+    for record in manifest.records:  # all of them are read for the first token anyway
+        checked(data[record.offset : record.offset + record.bytes], record)
+        progress(record.offset + record.bytes, manifest.bytes)
     return mapped, data
 
 

@@ -9,9 +9,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from tierd.daemon.engine.model.load import HINT, checked_format, record_named
+from tierd.daemon.engine.model.load import HINT, checked, checked_format, damaged, record_named
 from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import WEIGHTS, Manifest, RecordEntry
 from tierd.daemon.models.placement import head_record, table_of
@@ -167,9 +165,7 @@ def read_record(file: WeightFile, record: RecordEntry, memory: Bytes | None = No
         file.read([(record.offset, memory)])
     except OSError as exc:
         raise ModelInvalid(f"record {record.name} can't be read: {exc.strerror or exc}", hint=HINT) from exc
-    if xxhash.xxh3_128_hexdigest(memory.data) != record.digest:
-        raise damaged(record.name)
-    return memory
+    return checked(memory, record)
 
 
 def drop_mapped(directory: Path, mapped: mmap.mmap, record: RecordEntry) -> None:
@@ -177,8 +173,3 @@ def drop_mapped(directory: Path, mapped: mmap.mmap, record: RecordEntry) -> None
     mapped.madvise(mmap.MADV_DONTNEED, record.offset, record.bytes)
     with contextlib.suppress(OSError), (directory / WEIGHTS).open("rb") as file:
         os.posix_fadvise(file.fileno(), record.offset, record.bytes, os.POSIX_FADV_DONTNEED)
-
-
-def damaged(record: str) -> ModelInvalid:
-    """The error for a record whose bytes are others than those of the import."""
-    return ModelInvalid(f"record {record} isn't what was imported: bytes on the disk have changed", hint=HINT)

@@ -286,11 +286,10 @@ class ModelWeights:
     def _load(self, progress: Callable[[int, int], None]) -> None:
         names = [record.name for record in self._manifest.records if record.name in self._target.resident]
         if len(names) == len(self._entries):
-            self._mapped, data = map_file(self._directory, self._manifest)
+            self._mapped, data = map_file(self._directory, self._manifest, progress)
             for name, record in self._entries.items():
                 self._memory[name] = data[record.offset : record.offset + record.bytes]
             self._in_map = set(names)
-            progress(self._manifest.bytes, self._manifest.bytes)
             return
         done = 0
         for name in names:

@@ -38,6 +38,11 @@ class Copies(NamedTuple):
     ladders: Ladders
     nowhere: Arena
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both."""
+        return sum(arena.total * arena.record_bytes for arena in (self.ladders.pages.arena, self.nowhere))
+
 
 def ladders(config: EngineConfig, layout: PageLayout, limits: Limits, backend: Backend) -> Copies | None:
     """What a ladder needs; None without one.

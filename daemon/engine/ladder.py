@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tierd.daemon.engine.batch import Addresses
 from tierd.daemon.errors import BadRequest, Unsupported
 from tierd.daemon.kv_mode import KvMode
-from tierd.kernels.rows import Ladder
+from tierd.kernels.rows import COPY_FORMAT, Ladder
 from tierd.tiers.exact import Copy, ExactPages
 from tierd.tiers.keys import pack_tokens, page_key
 from tierd.tiers.lease import Lease
@@ -300,6 +300,6 @@ def checked(mode: KvMode, most: Ladder | None, beam_width: int) -> Ladder:
 def page_salt(salt: bytes, ladder: Ladder | None) -> bytes:
     """What pages are told apart by: under a ladder the same tokens have other keys and values.
 
-    Salts are UTF-8, in which there is no byte of 255.
+    Salts are UTF-8, in which there is no byte of 255. What copies are kept in is part of it.
     """
-    return salt if ladder is None else b"\xff%d %d\xff" % ladder + salt
+    return salt if ladder is None else b"\xff%d %d %s\xff" % (*ladder, COPY_FORMAT.encode()) + salt

@@ -20,6 +20,7 @@ SLOT_FIXED_BYTES = 120  # of a slot's header
 SLOT_CHECKSUM_BYTES = 8  # of each section, of the record, and of the header itself
 STAGE_READ_BYTES = 128 << 10  # tiers.staging: of one page at a time
 STAGES = 2
+COPY_FORMAT = "fp16"  # kernels.rows
 DISK_READERS = 8  # tiers.mover, beside one thread that writes
 LOAD_PAGES, GROUP_PAGES, WRITE_PAGES = 32, 16, 32  # of one job: tiers.loader, tiers.staging, tiers.policy
 # Of kernels.cpu, which can't be imported here (numba): rows of a panel, tokens of a step of attention, a cache line, a
@@ -138,7 +139,7 @@ def exact_bytes(
     if not ladder[1]:
         return 0
     max_rows = max(max_batch, max_streams + MIN_PREFILL_ROWS)
-    record = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim).record_bytes
+    record = page_layout(spec, COPY_FORMAT).record_bytes
     return copies_needed(ladder, max_rows, max_streams) * record + page_layout(spec, kv_format).record_bytes
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import statistics
 import threading
 import time
@@ -29,7 +30,7 @@ from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
 from tierd.kernels.cpu.team import PHASE_BYTES, PHASE_WORDS
 from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
-from tierd.kernels.rows import Exact, Ladder
+from tierd.kernels.rows import COPY_FORMAT, Exact, Ladder
 from tierd.tiers.arena import Arena
 from tierd.tiers.exact import ExactPages
 from tierd.tiers.keys import root_key
@@ -227,7 +228,7 @@ class LadderStep:
 
     def __init__(self, decoder: CpuDecoder, arena: NDArray[np.uint8], tokens: int) -> None:
         layout, ladder = decoder.layout, LADDER
-        record = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim).record_bytes
+        record = dataclasses.replace(layout, format=COPY_FORMAT).record_bytes
         copies = Arena("exact", (ladder.first + ladder.last) // 16 + 3, record)
         copies.array[:] = 0x3C
         self._ladders = Ladders(ExactPages(copies), ladder, 0, 16)

@@ -14,6 +14,7 @@ import msgspec
 from tierd.daemon.cli_common import json_option, load_settings, print_json, print_table, settings_options
 from tierd.daemon.config import Settings
 from tierd.daemon.config_values import context_tokens
+from tierd.daemon.engine_config import SAME
 from tierd.daemon.errors import BadRequest
 from tierd.daemon.machine import probe_machine
 from tierd.daemon.models.placement import DoesNotFit
@@ -108,15 +109,19 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
     measured = rates.of_this_machine(settings.cache_dir, threads)
     pages = kv_format or settings.kv_format
     context = load.prompt_tokens + load.answer_tokens
-    # Pages asked for here may be exact ones, beside which nothing is kept.
-    ladder = (settings.kv_exact_first, settings.kv_exact_last) if pages == settings.kv_format else (0, 0)
+    # Pages asked for here may be exact ones, beside which nothing is kept, or smaller than those that would be stored.
+    ladder, store_format = (settings.kv_exact_first, settings.kv_exact_last), settings.store_format
+    if pages != settings.kv_format:
+        ladder, store_format = (0, 0), SAME
     streams = max(settings.max_streams, load.streams)
-    limits = Limits(pages, settings.max_batch, streams, threads, context, settings.store_format, ladder)
+    limits = Limits(pages, settings.max_batch, streams, threads, context, store_format, ladder)
     spec = subject.shape.spec
     runs = spec is not None and pages in ENGINE_FORMATS
     if spec is not None and runs:
         smallest = min(found.total for _, found in subject.formats)
-        asked = dataclasses.replace(settings, kv_format=pages, kv_exact_first=ladder[0], kv_exact_last=ladder[1])
+        asked = dataclasses.replace(
+            settings, kv_format=pages, store_format=store_format, kv_exact_first=ladder[0], kv_exact_last=ladder[1]
+        )
         directory = Path(subject.source) if subject.manifest is not None else None
         draft = choose_draft(settings, directory, smallest, computer, threads)
         beside = computer._replace(available_ram=max(computer.available_ram - draft.total_bytes, 0))

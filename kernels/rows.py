@@ -96,7 +96,7 @@ class Ladder(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """Exact copies of some pages of a pass: records of fp32, whose keys are turned as those of packed pages are.
+    """Exact copies of some pages of a pass: records of `COPY_FORMAT`, whose keys are turned as in packed pages.
 
     Of a page that has one, this is what rows read, and rows that are written into the page are written into it as well.
     Both pages of a step of attention (32 tokens from a multiple of 32 on) have one, or none has; where a sequence ends
@@ -107,6 +107,7 @@ class Exact(NamedTuple):
     memory: NDArray[np.uint8]  # that they lie in
 
 
+COPY_FORMAT = "fp16"
 LADDER_STEP = 32  # what attention reads at a time: two pages
 BASE_TOKENS = 256  # sums of attention begin anew there: bits must not depend on where the pages begin
 MAX_POSITION = 1 << 30

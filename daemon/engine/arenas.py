@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from tierd.daemon.engine.backend import Backend
@@ -16,7 +17,7 @@ from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.plan.workspace import copies_needed
 from tierd.daemon.units import human_bytes
 from tierd.kernels.layout import PageLayout
-from tierd.kernels.rows import Ladder
+from tierd.kernels.rows import COPY_FORMAT, Ladder
 from tierd.tiers.arena import Arena
 from tierd.tiers.blocks import Block, HostBlock
 from tierd.tiers.exact import ExactPages
@@ -38,6 +39,11 @@ class Copies(NamedTuple):
     ladders: Ladders
     nowhere: Arena
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both."""
+        return sum(arena.total * arena.record_bytes for arena in (self.ladders.pages.arena, self.nowhere))
+
 
 def ladders(config: EngineConfig, layout: PageLayout, limits: Limits, backend: Backend) -> Copies | None:
     """What a ladder needs; None without one.
@@ -52,7 +58,7 @@ def ladders(config: EngineConfig, layout: PageLayout, limits: Limits, backend: B
             param="kv_exact_last",
         )  # fmt: skip
     most = Ladder(config.kv_exact_first, config.kv_exact_last)
-    record = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
+    record = replace(layout, format=COPY_FORMAT)
     slots = copies_needed(most, limits.max_rows, limits.max_streams)
     nowhere = _arena("nowhere", 1, layout, HostBlock, "kv_exact_last")
     copies = _arena("exact", slots, record, HostBlock, "kv_exact_last")

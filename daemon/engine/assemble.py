@@ -32,7 +32,7 @@ from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.speculate import Speculate, Speculator
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
-from tierd.daemon.engine.stored import open_store, stored_layout
+from tierd.daemon.engine.stored import open_store
 from tierd.daemon.engine.streams import Streams
 from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.top import Beside, TopBoard
@@ -44,6 +44,7 @@ from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.digests import verify_texts
 from tierd.daemon.models.errors import ModelFileError
+from tierd.daemon.plan.workspace import page_layout, stored_layout
 from tierd.daemon.protocol import Event
 from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
@@ -92,6 +93,7 @@ class Engine:
     top: TopBoard
     weights: HeldWeights
     on_card: bool  # its device arena is memory of a card
+    copies_bytes: int  # memory of exact copies beside packed pages
     position_tokens: int  # what the position tables reach: no sequence is longer, however its memory grows
     notes: tuple[str, ...]
     resources: contextlib.ExitStack
@@ -136,7 +138,8 @@ def _build(
     max_requests: int, backend: Backend, notes: list[str],
 ) -> Engine:  # fmt: skip
     spec, directory, clock = manifest.spec, Path(config.model_dir), time.monotonic
-    layout = _layout(config, manifest)
+    layout = page_layout(spec, config.kv_format, model=manifest.name)
+    stored = stored_layout(spec, layout, config.store_format, manifest.name)
     slots = config.device_bytes // layout.record_bytes
     if slots < MIN_PAGES:
         raise BadConfig(
@@ -149,7 +152,6 @@ def _build(
     window = 0 if backend.on_card or not all(spec.windows) else max(spec.windows, default=0)  # a card has no bounds
     limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput, window=window)
     frequencies = rope.frequencies(spec, context)
-    stored = stored_layout(config, layout, manifest.name)
     root = root_key(_namespace(manifest, layout, stored, frequencies, backend))
 
     closing_last = resources.enter_context(contextlib.ExitStack())  # the store: the mover's jobs end before it
@@ -209,7 +211,7 @@ def _build(
     top = TopBoard(streams, pager, prefixes, config.kv_format, Beside(board.figures, weights, foresight))
     return Engine(
         manifest.name, context, root.hex(), intake, loop, pager, board, prefixes, top, weights, backend.on_card,
-        position_tokens, tuple(notes), resources,
+        exact.num_bytes if exact is not None else 0, position_tokens, tuple(notes), resources,
     )  # fmt: skip
 
 
@@ -257,14 +259,6 @@ def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:
     pager.writeback.admission.budget = budget.WriteBudget(config.nvme_daily_writes_bytes, stores / budget.FILE_NAME)
     pager.shares.remember(stores / root.hex() / TENANTS_NAME)
     return Prefixes(pager, stores / root.hex() / PINNED_NAME)
-
-
-def _layout(config: EngineConfig, manifest: Manifest) -> PageLayout:
-    spec = manifest.spec
-    try:
-        return PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, config.kv_format)
-    except ValueError as exc:
-        raise BadConfig(f"{manifest.name}: {exc}", hint="give --kv-format fp16", param="kv_format") from exc
 
 
 def _decoder(

@@ -126,7 +126,8 @@ def match(pager: Pager, request: Request, ladders: Ladders | None) -> Lease:
 def promise(request: Request, lease: Lease, ladders: Ladders | None) -> None:
     """After `Request.covered`: of what was found, exact copies may have to be computed."""
     if ladders is not None and request.rungs is not None:
-        request.promise(ladders.prepare(request.rungs, lease, request.computed))
+        ladders.prepare(request.rungs, lease, request.computed)
+        request.recount()
 
 
 def commit(pager: Pager, request: Request, lease: Lease, ladders: Ladders | None = None) -> None:

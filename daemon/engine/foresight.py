@@ -146,8 +146,8 @@ class Foresight:
         config = self._config
         limits = scenario.Limits(
             config.kv_format, config.max_batch_rows, max(config.max_streams, streams), self._threads, self._context,
-            config.store_format,
-        )
+            config.store_format, (config.kv_exact_first, config.kv_exact_last),
+        )  # fmt: skip
         load = scenario.Load(max(tokens - 1, 1), 1, streams)
         computer = probe_machine(Path(config.cache_dir).parent)
         computer = computer._replace(available_ram=computer.total_ram)  # what it lacks, this engine has

@@ -158,7 +158,7 @@ class Intake:
             logprobs=None if submit.logprobs is None else Logprobs(self._vocabulary, submit.logprobs),
             beams=self._beams(submit),
             mode=mode,
-            rungs=None if ladder is None else Rungs(ladder),
+            rungs=None if ladder is None else Rungs.of(ladder, len(prompt)),
             keep=self._keep(submit, found, salt),
             remember=None
             if submit.messages is None or submit.before

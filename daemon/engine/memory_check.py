@@ -33,7 +33,9 @@ def check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> 
     elif weights_bytes:
         sizes["weights_mem"] = weights_bytes
     ladder = config.kv_exact_first, config.kv_exact_last
-    if copies_bytes := exact_bytes(manifest.spec, ladder, config.max_batch_rows, config.max_streams):
+    if copies_bytes := exact_bytes(
+        manifest.spec, config.kv_format, ladder, config.max_batch_rows, config.max_streams
+    ):
         sizes["kv_exact_last"] = copies_bytes
     if sum(sizes.values()) <= total_bytes:
         return

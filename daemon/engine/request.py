@@ -9,7 +9,7 @@ A request ends once, with one terminal event. Threading: made on the io side, th
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET
@@ -19,7 +19,7 @@ from tierd.daemon.engine.answer_stream import AnswerStream
 from tierd.daemon.engine.beams import Beams
 from tierd.daemon.engine.embed import Embedding
 from tierd.daemon.engine.heavy import OBSERVED_TOKENS, Heavy
-from tierd.daemon.engine.ladder import Rungs, Span
+from tierd.daemon.engine.ladder import Rungs
 from tierd.daemon.engine.loading import rows_meanwhile
 from tierd.daemon.engine.logprobs import Logprobs
 from tierd.daemon.engine.pace import Pace
@@ -189,6 +189,9 @@ class Request:
 
     def covered(self, lease: Lease) -> None:
         """Note what a ready lease spares. After a preemption or a loss a prompt token may be computed after all."""
+        if self.rungs is not None:
+            self.hits = _trim((lease.hit_device, lease.hit_host, lease.hit_nvme), self.rungs.find(lease))
+            return
         found = min(lease.num_tokens, self.prompt_tokens)
         if not self.accepted:
             self.cached_tokens = found
@@ -197,44 +200,26 @@ class Request:
             self.cached_tokens = found
             self.hits = _trim(self.hits, found)
 
-    def promise(self, spans: Sequence[Span]) -> None:
-        """Count, after `covered`, what was found and has to be computed all the same, for its exact copies."""
-        if self.rungs is not None:
-            self.rungs.promised = self._prompt_part(spans)
-            self._uncover(self.rungs.promised + self.rungs.made_up)
-            self.rungs.made_up = 0
-
-    def made_up(self, spans: Sequence[Span]) -> int:
-        """Book such rows. Returns by how many more the count of its cached tokens falls now."""
+    def recount(self) -> int:
+        """Count its cached tokens anew, after what became of its exact copies. Returns by how many more they are."""
         if self.rungs is None:
             return 0
-        count = self._prompt_part(spans)
-        known = min(count, self.rungs.promised)
-        self.rungs.promised -= known
-        if self.accepted:
-            return self._uncover(count - known)
-        self.rungs.made_up += count - known
-        return 0
-
-    def _prompt_part(self, spans: Sequence[Span]) -> int:
-        return sum(max(min(stop, self.prompt_tokens) - first, 0) for first, stop in spans)
-
-    def _uncover(self, tokens: int) -> int:
-        fallen = min(tokens, self.cached_tokens)
-        self.cached_tokens -= fallen
-        self.hits = _trim(self.hits, self.cached_tokens)
-        return fallen
+        before, self.cached_tokens = self.cached_tokens, self.rungs.cached_tokens
+        return self.cached_tokens - before
 
     def spare(self, tokens: int, end: int) -> int:
         """Book the last `tokens` before `end`, which somebody else computed since. Returns the newly spared ones.
 
         Before it was accepted nothing is counted here: `covered` will count all of the lease.
         """
-        start = max(end - tokens, self.farthest)
+        start = end - tokens if self.rungs is not None else max(end - tokens, self.farthest)
         self.computed = max(self.computed, end)
         spared = max(min(end, self.prompt_tokens) - start, 0) if self.accepted else 0
-        self.cached_tokens += spared
         self.hits = (self.hits[0] + spared, *self.hits[1:])
+        if self.rungs is not None and spared:
+            self.rungs.found[start:end] = True
+            return self.recount()
+        self.cached_tokens += spared
         return spared
 
     def append(self, token: int, now_s: float) -> tuple[Said, Finish | None]:
@@ -270,6 +255,7 @@ class Request:
             waited_s=now_s - self.times.arrived_s,
             background=self.priority > 0,
             restarts=self.private,
+            again=self.rungs.lacks if self.rungs is not None else 0,
         )
         if (most := self.most_pages(limits)) is not None:
             seen = replace(seen, most_pages=most)
@@ -311,7 +297,7 @@ class Request:
         prefill_s = times.first_token_s - times.started_s
         decode_s = times.last_token_s - times.first_token_s
         drawn = self.generated - self.resumed
-        device, host, nvme = self.hits
+        device, host, nvme = _trim(self.hits, self.cached_tokens)
         return Timings(
             ttft_ms=_ms(times.first_token_s - times.arrived_s) if times.first_token_s else 0.0,
             prefill_tokens_per_s=recomputed / prefill_s if times.first_token_s and prefill_s > 0 else 0.0,

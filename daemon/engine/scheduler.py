@@ -9,6 +9,8 @@
   long one does not make short ones wait). A step in which a short prompt can end is a short step.
 - Of prompts that go on with the same pages the first in rank computes them, and the others wait for that and give it
   their rows (`sharing`). Its chunk ends where the first of them goes another way.
+- Rows that a request has to compute once more, for what memory has lost of its beginning, are prompt rows that take no
+  pages; they come before its own.
 - Pages: a stream is admitted when its prompt fits into memory, device and host together, beside what the active ones
   still need. When memory runs out all the same, the last in rank gives its pages back and waits. Rank never changes, so
   the first in rank always goes on, and no two preempt each other in turn. While one gets no page, nobody is let in
@@ -111,11 +113,12 @@ class Stream:
     waited_s: float = 0.0  # in the queue
     background: bool = False  # it gives its place to those in the foreground that rank before it
     restarts: bool = False  # what it has computed is lost when it gives its pages back
+    again: int = 0  # rows that it has to compute once more before its next one, and that take no pages
 
     @property
     def remaining(self) -> int:
         """Rows that can be computed now before the next token can be drawn, or the next known page begins."""
-        return min(self.known_tokens, self.limit) - self.computed_tokens
+        return self.again + min(self.known_tokens, self.limit) - self.computed_tokens
 
     @property
     def sequences(self) -> int:
@@ -136,12 +139,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows `start` to `start + count` of one stream. `sample`: a token is drawn after the last of them."""
+    """Rows `start` to `start + count` of one stream. `sample`: a token is drawn after the last of them. `again`: rows
+    before `start` that are computed once more, ahead of them; without all of those there are none of its own."""
 
     id: int
     start: int
     count: int
     sample: bool
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,8 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
         count = rows.get(stream.id, 0)
         if not count or stream.id in preempt:
             continue
-        wanted = count
+        again = min(count, stream.again) if stream.phase is Phase.PREFILL else 0
+        wanted = count - again
         count, needed = _fit(stream, wanted, min(free, device), limits.page_tokens)
         if count < wanted:
             last = victim(streams, stream, preempt)
@@ -184,8 +190,9 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
             elif last is not None and not count:
                 # What the victim frees may be shared with others, so the pages count from the next snapshot on.
                 preempt.append(last)
-        if not count:
+        if wanted and not count:
             starved = starved or stream
+        if not (count or again):
             continue
         if drafts and stream.drafted and stream.phase is Phase.DECODE:
             more, pages = _fit(stream, 1 + min(stream.drafted, drafts), min(free, device), limits.page_tokens)
@@ -194,7 +201,8 @@ def plan(snapshot: Snapshot, limits: Limits) -> Plan:
         free -= needed
         device -= needed
         end = stream.computed_tokens + count
-        chunks.append(Chunk(stream.id, stream.computed_tokens, count, end >= stream.known_tokens))
+        samples = count > 0 and end >= stream.known_tokens
+        chunks.append(Chunk(stream.id, stream.computed_tokens, count, samples, again))
     if starved is not None:
         # It would take the pages of whoever is let in after it, at once, and so on in turn.
         streams = [stream for stream in streams if stream.phase in ACTIVE or stream.rank < starved.rank]
@@ -248,7 +256,7 @@ def share(budget: int, prefilling: Iterable[Stream]) -> dict[int, int]:
     if not by_rank or budget <= 0:
         return rows
     most = {stream.id: stream.remaining for stream in by_rank if stream.leader is None}
-    starts = {stream.id: stream.computed_tokens for stream in by_rank}
+    starts = {stream.id: stream.computed_tokens - stream.again for stream in by_rank}
     for stream in by_rank:
         if stream.leader is not None:
             until = stream.shared_until - starts[stream.leader]

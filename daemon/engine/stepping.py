@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tierd.daemon.engine import batch, bounded, scheduler
 from tierd.daemon.engine.bounded import bound_of, chooses, kept_places, wanted_by
 from tierd.daemon.engine.guesses import Costs, Guesses, Wish
-from tierd.daemon.engine.ladder import Ladders, Span, blocks
+from tierd.daemon.engine.ladder import Ladders, Rungs, Span, before, blocks
 from tierd.daemon.engine.request import Finish, Request, Totals
 from tierd.daemon.engine.runner import GaveWay, Runner
 from tierd.daemon.engine.sampler import BadLogits
@@ -66,7 +66,7 @@ class Work:
     chunk: Chunk
     decodes: bool
     parts: list[Part]
-    missing: Sequence[Span] = ()  # tokens whose exact copies have to be made up first
+    made_up: Sequence[Span] = ()  # tokens that are computed again, for their exact copies: the first of the parts
 
     @property
     def rows(self) -> int:
@@ -131,7 +131,9 @@ class Steps:
                 bounded.begin(request, self._runner.new_selection, self._limits.page_tokens)
                 item = replace(item, parts=_parts(request, chunk, self._limits))
                 # Ask for all of them, even when one has to wait: what they get they keep.
-                granted = [self._pager.allocate(part.lease, part.start, _end(part)) for part in item.parts]
+                granted = [
+                    not part.tokens or self._pager.allocate(part.lease, part.start, _end(part)) for part in item.parts
+                ]
                 if all(granted):
                     work.append(replace(item, parts=[self._addressed(part) for part in item.parts]))
             except Exception as exc:
@@ -141,26 +143,39 @@ class Steps:
 
     def _with_copies(self, work: list[Work]) -> list[Work]:
         """The same with the exact copies of those that have some: first nobody holds more than it needs."""
-        ladders, size = self._ladders, self._limits.page_tokens
+        ladders = self._ladders
         if ladders is None:
             return work
-        missing = [
-            () if item.request.rungs is None else ladders.prepare(item.request.rungs, lease_of(item), item.chunk.start)
+        for item in work:
+            if (rungs := item.request.rungs) is not None:
+                ladders.prepare(rungs, lease_of(item), item.chunk.start)
+                self._totals.cached_tokens += item.request.recount()
+        found = [
+            item if item.request.rungs is None else self._under_ladder(item, ladders, item.request.rungs)
             for item in work
         ]
-        found: list[Work] = []
-        for item, spans in zip(work, missing, strict=True):
-            if (rungs := item.request.rungs) is None:
-                found.append(item)
-                continue
-            ladders.cover(rungs, item.chunk.start, item.chunk.start + item.chunk.count)
-            parts = []
-            for part in item.parts:
-                pages, exact = ladders.table(rungs, part.pages, part.start, part.start // size)
-                streamed = self._pager.tables.streamed(part.lease, pages)
-                parts.append(replace(part, pages=pages, exact=exact, streamed=streamed))
-            found.append(replace(item, parts=parts, missing=spans))
-        return found
+        return [item for item in found if item.rows]
+
+    def _under_ladder(self, item: Work, ladders: Ladders, rungs: Rungs) -> Work:
+        """A chunk with its copies. Rows that are to be made up come first, in the place of its own where the plan did
+        not know of them."""
+        request, chunk, lease = item.request, item.chunk, lease_of(item)
+        if rungs.lacks and item.decodes:
+            request.phase, request.drafted = Phase.PREFILL, 0  # so that the next plan has rows for them
+            item = replace(item, decodes=False)
+        spans = before(rungs.missing, chunk.again + chunk.count)
+        tokens, tables = request.tokens, self._pager.tables
+        made = [
+            Part(lease, tokens[start:end], start, 0, pages, tables.streamed(lease, pages), exact=exact)
+            for start, end, pages, exact in ladders.make_up(rungs, lease, spans)
+        ]
+        if rungs.lacks > chunk.again or not chunk.count:
+            return replace(item, chunk=replace(chunk, count=0, sample=False), parts=made or item.parts, made_up=spans)
+        ladders.cover(rungs, chunk.start, chunk.start + chunk.count)
+        for part in item.parts:
+            pages, exact = ladders.table(rungs, part.pages, part.start, part.start // self._limits.page_tokens)
+            made.append(replace(part, pages=pages, exact=exact, streamed=tables.streamed(lease, pages)))
+        return replace(item, parts=made, made_up=spans)
 
     def _addressed(self, part: Part) -> Part:
         pages, wanted = bounded.pages_of(self._pager, part.lease, _end(part), part.bound, part.wanted, part.kept)
@@ -198,7 +213,6 @@ class Steps:
             item.request.times.started_s = item.request.times.started_s or self._clock()
         streamed = [key for part in parts for key in part.streamed]
         try:
-            self._make_up(work)
             started_s, picked_bytes = self._clock(), self._runner.picked_bytes
             with self._totals.pace.step(sum(item.rows for item in work), self._clock):
                 built = batch.build(rows, self._limits.page_tokens)
@@ -214,44 +228,26 @@ class Steps:
             self._void(work)
             self._totals.dropped_steps += 1
             return None
+        except BaseException:
+            self._void(work)
+            raise
         self._gave_way = False
+        for item in work:
+            if self._ladders is not None and (rungs := item.request.rungs) is not None:
+                self._ladders.made_up(rungs, item.made_up)
+                for part in item.parts:
+                    rungs.computed[part.start : _end(part)] = True
         self._pool(work)
         self._observe(work)
         self._measure(work, started_s, self._clock(), bool(streamed) or self._runner.picked_bytes > picked_bytes)
         ends = np.cumsum([sum(part.sample for part in item.parts) for item in work])
         return np.split(logits, ends[:-1])
 
-    def _make_up(self, work: list[Work]) -> None:
-        """Compute the rows whose exact copies are missing. Nothing else is written by them."""
-        ladders, most = self._ladders, self._limits.max_rows
-        if ladders is None or not any(item.missing for item in work):
-            return
-        made: list[tuple[batch.Rows, list[PageKey]]] = []
-        for item in work:
-            if item.missing and (rungs := item.request.rungs) is not None:
-                made += ladders.rows(rungs, lease_of(item), item.request.tokens, item.missing, most)
-        try:
-            while made:
-                ends = np.cumsum([len(rows.tokens) for rows, _ in made])
-                now, made = made[: (count := int((ends <= most).sum()))], made[count:]
-                built = batch.build([rows for rows, _ in now], self._limits.page_tokens)
-                self._runner.run(built, [key for _, streamed in now for key in streamed])
-        except BaseException:
-            for item in work:
-                if item.missing and item.request.rungs is not None:
-                    ladders.forget(item.request.rungs)
-            raise
-        for item in work:
-            self._totals.cached_tokens -= item.request.made_up(item.missing)
-            count = sum(stop - first for first, stop in item.missing)
-            self._totals.prefill_rows += count
-            ladders.made_up_rows += count
-
     def _void(self, work: list[Work]) -> None:
         """A step counts for nothing: the copies that it was to write go back."""
         for item in work:
             if self._ladders is not None and (rungs := item.request.rungs) is not None:
-                self._ladders.trust(rungs, item.chunk.start)
+                self._ladders.trust(rungs, item.chunk.start, item.made_up)
                 self._ladders.settle(rungs, lease_of(item), item.chunk.start)
 
     def _may_give_way(self, work: list[Work]) -> bool:
@@ -323,7 +319,8 @@ class Steps:
         self._totals.prefill_rows += prefill_rows
         is_bounded = any(item.request.mode is not None for item in work)
         if prefill_rows and not decode_rows and not was_read and not is_bounded:
-            positions = sum(item.chunk.count * (item.chunk.start + item.chunk.count / 2) for item in work)
+            parts = [part for item in work for part in item.parts]
+            positions = sum(len(part.tokens) * (part.start + len(part.tokens) / 2) for part in parts)
             self._estimator.add(prefill_rows, positions / prefill_rows, now_s - started_s)
             self._pager.residency.cost = self._estimator.cost
 
@@ -364,6 +361,8 @@ def _parts(request: Request, chunk: Chunk, limits: Limits) -> list[Part]:
         ]  # fmt: skip
     drafted = request.draft.tokens[: chunk.count - len(known)]
     sample = 1 + len(drafted) if chunk.sample and request.embedding is None else 0
+    if not chunk.count:  # nothing but copies is made up
+        return [Part(lease, [], start, 0, nowhere, [])]
     if request.rungs is not None:  # block by block: each sees other tokens exact
         rows, stop = [*known, *drafted], start + chunk.count
         return [

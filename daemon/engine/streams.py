@@ -244,15 +244,15 @@ class Streams:
         """Tell how much of the prompt was found, once everything that was found is there or was computed after all."""
         if request.settled or not lease.ready:
             return
-        request.settled = True
+        request.settled, before = True, request.cached_tokens
         request.covered(lease)
         bounded.promise(request, lease, self.ladders)
+        self.totals.cached_tokens += request.cached_tokens - before
         if not request.accepted:
             request.accepted = True
             if request.fetched_pages:
                 request.times.restored_s = self._clock()
             self.totals.prompt_tokens += request.prompt_tokens
-            self.totals.cached_tokens += request.cached_tokens
             self._outbox.accepted(request)
 
     def _preempt(self, request: Request) -> None:

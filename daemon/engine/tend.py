@@ -287,11 +287,13 @@ def _check_memory(wanted: _Resize, engine: Engine, total_bytes: int) -> None:
     if engine.on_card:
         now, asked = {"host": now["host"]}, {"host": asked["host"]}
     sizes = {name: now[name] if size is None else size for name, size in asked.items()}
-    if sum(sizes.values()) <= total_bytes:
+    copies_bytes = engine.copies_bytes
+    if sum(sizes.values()) + copies_bytes <= total_bytes:
         return
     name = next(name for name, size in asked.items() if size is not None)
-    others = sum(sizes.values()) - sizes[name]
+    others = sum(sizes.values()) - sizes[name] + copies_bytes
     whole = " and ".join(f"{human_bytes(size)} of {each} memory" for each, size in sizes.items())
+    whole += f" and {human_bytes(copies_bytes)} of exact copies" if copies_bytes else ""
     raise OutOfSpace(
         f"{whole} are more than this machine's memory of {human_bytes(total_bytes)}; "
         f"{human_bytes(max(0, total_bytes - others))} of {name} memory would fit",

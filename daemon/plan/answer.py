@@ -131,6 +131,7 @@ def _tiers(task: Task, outcome: Outcome) -> dict[str, Tier]:
         name: Tier(bytes, layers, round(share * work.kv_bytes), round(share * tokens))
         for name, (bytes, layers), share in zip(("device", "host", "disk"), weights, shares, strict=True)
     }
+    tiers["disk"] = msgspec.structs.replace(tiers["disk"], kv=round(at.kv_disk * work.kv_disk_bytes))
     tiers["device"] = msgspec.structs.replace(tiers["device"], workspace=workspace + kv_ring)
     if task.machine.unified:
         del tiers["host"]
@@ -171,7 +172,7 @@ def _why(task: Task, outcome: Outcome) -> tuple[str, ...]:
         else:
             lines.append(f"{layers} of {count} layers are read from the disk in every step: {read} with the rest")
     if at.kv_disk:
-        lines.append(f"{human_bytes(at.kv_disk * work.kv_bytes)} of pages are read from the disk in every step")
+        lines.append(f"{human_bytes(at.kv_disk * work.kv_disk_bytes)} of pages are read from the disk in every step")
     if at.kv_attended:
         lines.append(f"{at.kv_attended:.0%} of the pages are attended by the processors, where they lie")
     parts = ", ".join(

@@ -8,9 +8,8 @@ from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine, Sizes, auto_weights
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.auto_card import choose_card_sizes
-from tierd.daemon.plan.workspace import engine_bytes
+from tierd.daemon.plan.workspace import engine_bytes, page_layout
 from tierd.daemon.settled import resolve_sizes, settle
-from tierd.kernels.layout import PageLayout
 
 LEAST_ARENA_BYTES = 64 << 20  # as `machine.auto_sizes`
 
@@ -39,7 +38,8 @@ def choose_sizes(
       missing is computed once more, a layer that is missing is read in every step.
 
     `context`: of the model, where the settings name none. `card_weights_bytes`: where a card would not take
-    `weights_bytes` for the weights. On a card see `choose_card_sizes`.
+    `weights_bytes` for the weights. On a card see `choose_card_sizes`. Raises BadConfig for page formats that the model
+    does not take.
     """
     settings, machine = settle(settings, machine)
     if machine.card is not None:
@@ -47,7 +47,7 @@ def choose_sizes(
         card = choose_card_sizes(settings, machine, spec, on_card, context, settings.kv_format)
         return Chosen(card.sizes, card.why, card.workspace_bytes, card.usable_bytes)
     sizes = resolve_sizes(settings, machine)
-    layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, settings.kv_format)
+    layout = page_layout(spec, settings.kv_format)
     tokens = settings.ctx or context
     pages_bytes = -(-tokens // layout.page_tokens) * layout.record_bytes
     workspace = engine_bytes(

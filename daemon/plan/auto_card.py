@@ -9,9 +9,9 @@ from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.cards import RESERVED_BYTES
+from tierd.daemon.plan.workspace import page_layout
 from tierd.daemon.settled import resolve_sizes
 from tierd.daemon.units import human_bytes
-from tierd.kernels.layout import PageLayout
 
 LEAST_ARENA_BYTES = 64 << 20  # as `machine.auto_sizes`
 _GRAPH_ROWS = 64  # of the largest captured step: kernels.gpu.graphs
@@ -60,7 +60,7 @@ def choose_card_sizes(
     """
     card = machine.card
     assert card is not None
-    layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, kv_format)
+    layout = page_layout(spec, kv_format)
     tokens, why = settings.ctx or context, list[str]()
     workspace = workspace_bytes(spec, tokens, settings.max_batch, settings.max_streams)
     room = max(usable_bytes(card) - workspace, 0)

@@ -65,6 +65,7 @@ class Work(NamedTuple):
         host_attend_s: all attention, on the CPU beside a card.
         kv_ring_bytes: of the device, for all pages to pass through; for a part of them so much less.
         kv_parts: pages are streamed in so many parts, each of some layers; 0: layer by layer.
+        kv_stored: bytes on the disk for each byte of pages in memory.
     """
 
     fixed_bytes: int
@@ -79,6 +80,12 @@ class Work(NamedTuple):
     host_attend_s: float = 0.0
     kv_ring_bytes: float = 0.0
     kv_parts: int = 0
+    kv_stored: float = 1.0
+
+    @property
+    def kv_disk_bytes(self) -> float:
+        """Of the block's pages, on the disk."""
+        return self.kv_bytes * self.kv_stored
 
     def filling_s(self, weights_s: float, pages_s: float) -> float:
         """The time of the first parts, of what the disk takes for all of them."""
@@ -122,7 +129,7 @@ class Seconds(NamedTuple):
 
 def seconds(work: Work, machine: Machine, at: Placement) -> Seconds:
     """What a step takes with everything in its place."""
-    weights, pages = at.disk * work.step_bytes, at.kv_disk * work.kv_bytes
+    weights, pages = at.disk * work.step_bytes, at.kv_disk * work.kv_disk_bytes
     device_s = work.compute_s + (1.0 - at.kv_attended) * work.attend_s
     device_s += weights * machine.read_cost_s + pages * machine.page_read_cost_s
     link_s = 0.0
@@ -149,7 +156,7 @@ def use(work: Work, machine: Machine, at: Placement) -> Use:
     device = float(work.fixed_bytes + work.slots_bytes * streamed)
     device += at.device * work.weights_bytes + at.kv_device * work.kv_bytes + at.kv_disk * work.kv_ring_bytes
     host = work.fixed_host_bytes + at.host * work.weights_bytes + at.kv_host * work.kv_bytes
-    return Use(device, host, at.kv_disk * work.kv_bytes)
+    return Use(device, host, at.kv_disk * work.kv_disk_bytes)
 
 
 def fits(work: Work, machine: Machine, at: Placement) -> bool:

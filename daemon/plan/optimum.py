@@ -64,12 +64,12 @@ def program(
     work: Work, machine: Machine, *, streamed: bool, layers: tuple[float, float, float] | None = None
 ) -> Program:
     """The program of a step. `streamed`: weights may leave the device; `layers`: their shares are these."""
-    w, kv, step = work.weights_bytes, work.kv_bytes, work.step_bytes
+    w, kv, step, stored = work.weights_bytes, work.kv_bytes, work.step_bytes, work.kv_disk_bytes
     beside = not machine.unified
     attend = machine.host_attend and beside
     device_bytes = machine.device_bytes - work.fixed_bytes - work.slots_bytes * streamed
     host_bytes = machine.host_bytes - work.fixed_host_bytes
-    weights_s, pages_s = step / machine.disk_bytes_per_s, kv / machine.page_disk_bytes_per_s  # of the disk, for all
+    weights_s, pages_s = step / machine.disk_bytes_per_s, stored / machine.page_disk_bytes_per_s  # of the disk, for all
     costs = [0.0] * 8
     costs[_TIME], costs[_DISK], costs[_KV_DISK] = 1.0, work.filling_s(weights_s, 0.0), work.filling_s(0.0, pages_s)
     open_share, closed = (0.0, 1.0), (0.0, 0.0)
@@ -85,12 +85,12 @@ def program(
     ]
     if layers is not None:
         bounds[:3] = [(share, share) for share in layers]
-    taken_in = {_DISK: -step * machine.read_cost_s, _KV_DISK: -kv * machine.page_read_cost_s}
+    taken_in = {_DISK: -step * machine.read_cost_s, _KV_DISK: -stored * machine.page_read_cost_s}
     rows = [
         Row(1.0, 1.0, {_DEVICE: 1.0, _HOST: 1.0, _DISK: 1.0}),
         Row(1.0, 1.0, {_KV_DEVICE: 1.0, _KV_HOST: 1.0, _KV_DISK: 1.0}),
         Row(-_INFINITY, device_bytes, {_DEVICE: w, _KV_DEVICE: kv, _KV_DISK: work.kv_ring_bytes}),
-        Row(-_INFINITY, machine.disk_bytes, {_KV_DISK: kv}),
+        Row(-_INFINITY, machine.disk_bytes, {_KV_DISK: stored}),
         Row(-_INFINITY, machine.kv_bytes, {_KV_DEVICE: kv, _KV_HOST: kv}),
         Row(-_INFINITY, machine.weights_bytes, {_DEVICE: w, _HOST: w}),
         # Each resource ends within the time.

@@ -50,6 +50,7 @@ class Task:
         placed: where the weights of a prepared model lie on this machine, which is decided then.
         kv_ring: bytes of the device that each byte of pages on disk needs, to pass through.
         kv_parts: in so many parts pages on disk pass in a step; 0: layer by layer.
+        kv_stored: bytes on disk for each byte of pages in memory.
     """
 
     shape: Shape
@@ -67,6 +68,7 @@ class Task:
     placed: PlacedWeights | None = None
     kv_ring: float = 0.0
     kv_parts: int = 0
+    kv_stored: float = 1.0
 
     @property
     def context(self) -> int:
@@ -189,6 +191,7 @@ def work_of(task: Task, format: Format, streams: int) -> Work:
         host_attend_s=kv_bytes * task.host_s_per_byte,
         kv_ring_bytes=kv_bytes * task.kv_ring,
         kv_parts=task.kv_parts or len(weights.layers),
+        kv_stored=task.kv_stored,
     )
     if placed is None:
         return work
@@ -286,4 +289,5 @@ def least(task: Task) -> Least:
     machine = task.machine
     device = min(work.fixed_bytes + work.slots_bytes for work in works)
     memory = min(max(machine.device_bytes - device, 0) + machine.host_bytes, machine.kv_bytes)
-    return Least(device, machine.device_bytes, min(work.kv_bytes for work in works), memory + machine.disk_bytes)
+    on_disk = int(machine.disk_bytes / task.kv_stored)
+    return Least(device, machine.device_bytes, min(work.kv_bytes for work in works), memory + on_disk)

@@ -84,6 +84,7 @@ def cpu_task(
         throughput=load.throughput, workspace=workspace, request_s=measured.loop.request_s, max_rows=limits.max_batch,
         spread=False, placed=placed, kv_ring=bytes_of.ring_share if bytes_of is not None else 0.0,
         kv_parts=bytes_of.stream_parts if bytes_of is not None else 0,
+        kv_stored=bytes_of.stored_share if bytes_of is not None else 1.0,
     )  # fmt: skip
 
 

@@ -5,12 +5,13 @@ The formulas are those of `daemon.engine.assemble` and `kernels.cpu.step`; a tes
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import NamedTuple
 
 from tierd.daemon.engine_config import SAME
+from tierd.daemon.errors import BadConfig
 from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.units import human_bytes
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 
 MIN_PREFILL_ROWS = 4  # daemon.engine.scheduler
@@ -19,6 +20,9 @@ SLOT_FIXED_BYTES = 120  # of a slot's header
 SLOT_CHECKSUM_BYTES = 8  # of each section, of the record, and of the header itself
 STAGE_READ_BYTES = 128 << 10  # tiers.staging: of one page at a time
 STAGES = 2
+COPY_FORMAT = "fp16"  # kernels.rows
+DISK_READERS = 8  # tiers.mover, beside one thread that writes
+LOAD_PAGES, GROUP_PAGES, WRITE_PAGES = 32, 16, 32  # of one job: tiers.loader, tiers.staging, tiers.policy
 # Of kernels.cpu, which can't be imported here (numba): rows of a panel, tokens of a step of attention, a cache line, a
 # thread's tile of weights; phases of a layer, around the layers, and their bytes; bytes of 32 quantized numbers.
 _PANEL_ROWS, _STEP_TOKENS, _LINE_BYTES, _TILE_BYTES = 16, 32, 64, 23040
@@ -31,7 +35,7 @@ class EngineBytes(NamedTuple):
     """What an engine allocates. Slots count pages.
 
     `ring_share`: of the staging ring, for each byte of pages that a step streams; the ring is there only meanwhile.
-    `stream_parts`: in so many parts these pages come.
+    `stored_share`: of the disk, for each byte of pages in memory. `stream_parts`: in so many parts streamed pages come.
     """
 
     page: int
@@ -47,24 +51,29 @@ class EngineBytes(NamedTuple):
     sinks: int  # queries of rows that see sinks; there once such a row has come
     logits: int  # of a step in which every stream draws a token
     exact: int  # copies of tokens that are packed as well
+    codec: int  # pages on their way to and from a store that packs them more
     ring_share: float
+    stored_share: float
     stream_parts: int
 
     @property
     def workspace(self) -> int:
         """Memory beside weights and arenas."""
-        return self.tables + self.scratch + self.vectors + self.sinks + self.logits + self.exact
+        return self.tables + self.scratch + self.vectors + self.sinks + self.logits + self.exact + self.codec
 
 
 def engine_bytes(
     spec: ModelSpec, *, kv_format: str, device_bytes: int, host_bytes: int, nvme_bytes: int, context: int,
     max_batch: int, max_streams: int, threads: int, store_format: str = SAME, ladder: tuple[int, int] = (0, 0),
 ) -> EngineBytes:  # fmt: skip
-    """The bytes of an engine with these settings. `context` 0: the model's own. `ladder`: `kv_exact_first`, `_last`."""
-    layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, kv_format)
+    """The bytes of an engine with these settings. `context` 0: the model's own. `ladder`: `kv_exact_first`, `_last`.
+
+    Raises BadConfig for page formats that the model does not take.
+    """
+    layout = page_layout(spec, kv_format)
     page = layout.record_bytes
     device_slots, host_slots = device_bytes // page, host_bytes // page
-    stored = layout if store_format == SAME else dataclasses.replace(layout, format=store_format)
+    stored = stored_layout(spec, layout, store_format)
     slot = slot_bytes(stored)
     store_slots = nvme_bytes // slot if nvme_bytes >= stored.record_bytes else 0
     capacity_tokens = (device_slots + host_slots + store_slots) * layout.page_tokens
@@ -83,10 +92,37 @@ def engine_bytes(
         vectors=vector_bytes(spec),
         sinks=sink_bytes(spec, max_rows),
         logits=max_streams * padded(spec.vocab) * 4,
-        exact=exact_bytes(spec, ladder, max_batch, max_streams),
-        ring_share=ring_bytes(layout, 1) / page,
+        exact=exact_bytes(spec, kv_format, ladder, max_batch, max_streams),
+        codec=codec_bytes(layout, stored) if stored != layout else 0,
+        ring_share=ring_bytes(layout, 1, decoded=stored != layout) / page,
+        stored_share=stored.record_bytes / page,
         stream_parts=stream_parts(layout),
     )
+
+
+def page_layout(spec: ModelSpec, format: str, setting: str = "kv_format", model: str = "the model") -> PageLayout:
+    """Pages of a format. Raises BadConfig where the model's heads do not take it; `setting` names the format."""
+    try:
+        return PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, format)
+    except ValueError as exc:
+        hint = "leave --store-format at same" if setting == "store_format" else "give --kv-format fp16"
+        raise BadConfig(f"{setting} does not go with {model}: {exc}", hint=hint, param=setting) from exc
+
+
+def stored_layout(spec: ModelSpec, layout: PageLayout, store_format: str, model: str = "the model") -> PageLayout:
+    """What a page is in the store, whose pages are `layout` in memory. Raises BadConfig for what saves nothing, and for
+    what the model's heads do not take."""
+    if store_format in (SAME, layout.format):
+        return layout
+    found = page_layout(spec, store_format, "store_format", model)
+    if found.record_bytes >= layout.record_bytes:
+        raise BadConfig(
+            f"a page of {model} takes {human_bytes(found.record_bytes)} as {found.format} and "
+            f"{human_bytes(layout.record_bytes)} as {layout.format}, as it is in memory: storing it so saves nothing",
+            hint="leave --store-format at same, or choose one of fewer bits",
+            param="store_format",
+        )
+    return found
 
 
 def copies_needed(ladder: tuple[int, int], max_rows: int, max_streams: int) -> int:
@@ -95,13 +131,23 @@ def copies_needed(ladder: tuple[int, int], max_rows: int, max_streams: int) -> i
     return max_streams * (sum(ladder) // PAGE_TOKENS + 2) + -(-max_rows // PAGE_TOKENS)
 
 
-def exact_bytes(spec: ModelSpec, ladder: tuple[int, int], max_batch: int, max_streams: int) -> int:
-    """Memory of the exact copies beside packed pages; 0 without a ladder, whose last tokens are 0 then."""
+def exact_bytes(
+    spec: ModelSpec, kv_format: str, ladder: tuple[int, int], max_batch: int, max_streams: int
+) -> int:
+    """Memory of the exact copies beside packed pages, and of the page that is written for nobody; 0 without a ladder,
+    whose last tokens are 0 then."""
     if not ladder[1]:
         return 0
     max_rows = max(max_batch, max_streams + MIN_PREFILL_ROWS)
-    record = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim).record_bytes
-    return copies_needed(ladder, max_rows, max_streams) * record
+    record = page_layout(spec, COPY_FORMAT).record_bytes
+    return copies_needed(ladder, max_rows, max_streams) * record + page_layout(spec, kv_format).record_bytes
+
+
+def codec_bytes(layout: PageLayout, stored: PageLayout) -> int:
+    """Scratch of a store that packs its pages: each thread keeps that of the largest job it had. (Steps that stream
+    more than 64 groups of pages have larger ones.)"""
+    read = max(LOAD_PAGES * stored.record_bytes, GROUP_PAGES * _span_bytes(stored, _stage_sections(layout)))
+    return DISK_READERS * read + WRITE_PAGES * stored.record_bytes
 
 
 def slot_bytes(layout: PageLayout) -> int:
@@ -110,14 +156,20 @@ def slot_bytes(layout: PageLayout) -> int:
     return _up(header, SLOT_BLOCK_BYTES) + _up(layout.record_bytes, SLOT_BLOCK_BYTES)
 
 
-def ring_bytes(layout: PageLayout, streamed_pages: int) -> int:
-    """Memory of the staging ring for so many streamed pages."""
+def ring_bytes(layout: PageLayout, streamed_pages: int, decoded: bool = False) -> int:
+    """Memory of the staging ring for so many streamed pages. `decoded`: they are packed more in the store."""
     sections = _stage_sections(layout)
     stages = min(STAGES, stream_parts(layout))
+    span = _up(sections * layout.layer_bytes, SLOT_BLOCK_BYTES) if decoded else _span_bytes(layout, sections)
+    return stages * streamed_pages * span
+
+
+def _span_bytes(layout: PageLayout, sections: int) -> int:
+    """Of a buffer that so many sections are read into."""
     span = sections * layout.layer_bytes
     if layout.layer_bytes % SLOT_BLOCK_BYTES:
         span = _up(span + SLOT_BLOCK_BYTES - 1, SLOT_BLOCK_BYTES)  # a section starts anywhere in a block
-    return stages * streamed_pages * span
+    return span
 
 
 def stream_parts(layout: PageLayout) -> int:

@@ -50,7 +50,7 @@ from tierd.kernels.cpu.attention_step import (
     merge_sums,
 )
 from tierd.kernels.cpu.microkernel import PAIR_ROWS
-from tierd.kernels.cpu.pages import FP32, INT8, exact_at, widen_keys, widen_values
+from tierd.kernels.cpu.pages import FP32, INT8, exact_at, widen_exact, widen_keys, widen_values
 from tierd.kernels.cpu.simd import load8, load_i32, load_i64, prefetch, store8, store_i32
 from tierd.kernels.cpu.team import PHASE_BYTES, finish, take, wait_for
 
@@ -97,10 +97,17 @@ def _total_offset(job):
 
 
 @njit(nogil=True, cache=True)
-def _prefetch_pages(job, plane, to_values, table, page, last_page):
-    """Asks for the keys and values of one head in the pages of a step. They lie in pieces of a few KB, megabytes apart,
-    which the hardware doesn't foresee."""
+def _prefetch_pages(job, layer_index, kv_head, plane, to_values, table, copies, page, last_page):
+    """Asks for the keys and values of one head in the pages of a step, or their copies. They lie in pieces of a few KB,
+    megabytes apart, which the hardware doesn't foresee."""
     for p in range(page, min(page + STEP_PAGES, last_page + 1)):
+        copy = load_i64(copies + 8 * p) if copies != 0 else _NONE
+        if copy != 0:
+            keys, values = exact_at(job, layer_index, kv_head, copy)
+            for i in range(0, 2 * _PAGE_TOKENS * job.head_dim, 64):
+                prefetch(keys + i)
+                prefetch(values + i)
+            continue
         at = load_i64(table + 8 * p) + plane
         for i in range(0, job.key_head_bytes, 64):
             prefetch(at + i)
@@ -152,7 +159,9 @@ def _attend_pages(
         at1 = load_i64(table + 8 * (page + 1)) + plane if page < last_page else _NONE
         ahead0, ahead1 = _NONE, _NONE
         if not interleaved:
-            _prefetch_pages(job, plane, to_values, table, page + STEP_PAGES, last_page)
+            _prefetch_pages(
+                job, layer_index, kv_head, plane, to_values, table, copies, page + STEP_PAGES, last_page
+            )  # fmt: skip
         elif page + STEP_PAGES <= last_page:
             ahead0 = load_i64(table + 8 * (page + 2)) + plane - at0
             if page + STEP_PAGES < last_page:
@@ -161,9 +170,15 @@ def _attend_pages(
         copy0 = load_i64(copies + 8 * page) if copies != 0 else _NONE
         unpacked = packed if copy0 == 0 else _NONE
         if copy0 != 0:  # then the second one has an exact copy as well
-            keys0, values0 = exact_at(job, layer_index, kv_head, copy0)
+            from_keys, from_values = exact_at(job, layer_index, kv_head, copy0)
+            keys0, values0 = scratch, scratch + 4 * page_elements
+            widen_exact(job, from_keys, keys0)
+            widen_exact(job, from_values, values0)
             if at1 != 0:
-                keys1, values1 = exact_at(job, layer_index, kv_head, load_i64(copies + 8 * (page + 1)))
+                from_keys, from_values = exact_at(job, layer_index, kv_head, load_i64(copies + 8 * (page + 1)))
+                keys1, values1 = scratch + 8 * page_elements, scratch + 12 * page_elements
+                widen_exact(job, from_keys, keys1)
+                widen_exact(job, from_values, values1)
         elif not in_place and unpacked == 0:
             keys0, values0 = scratch, scratch + 4 * page_elements
             widen_keys(job, at0, keys0)
@@ -207,7 +222,8 @@ def _attend(job, layer_index, window, part, first_head, group, total, scratch):
     table = job.pages + 8 * load_i32(job.page_offsets + 4 * load_i32(job.row_seq + 4 * first_row))
     plane = layer_index * job.layer_bytes + kv_head * job.key_head_bytes
     to_values = job.plane_bytes + kv_head * (job.value_head_bytes - job.key_head_bytes)
-    _prefetch_pages(job, plane, to_values, table, page, last_page)
+    copies = table - job.pages + job.exact if job.exact != 0 else _NONE
+    _prefetch_pages(job, layer_index, kv_head, plane, to_values, table, copies, page, last_page)
     for q in range(rows * group):
         source = job.qkv + (first_row + q // group) * job.qkv_stride + (first_head + q % group) * row_bytes
         for d in range(0, row_bytes, 32):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from tierd.kernels.cpu.attention_step import STEP_TOKENS
 from tierd.kernels.cpu.simd import load_i32, load_i64
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.rows import (
+    COPY_FORMAT,
     MAX_POSITION,
     Batch,
     Exact,
@@ -124,7 +126,7 @@ def check_exact(exact: Exact, batch: Batch, bounds: Ints | None, layout: PageLay
     if len(exact.pages) != batch.page_offsets[-1]:
         raise ValueError(f"page_offsets speak of {batch.page_offsets[-1]} pages, got {len(exact.pages)} exact ones")
     there = exact.pages != 0
-    record = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
+    record = replace(layout, format=COPY_FORMAT)
     check_pages(exact.pages[there], np.array([0]), [exact.memory], record, range(layout.num_layers))
     for sequence, (first, stop) in enumerate(itertools.pairwise(batch.page_offsets.tolist())):
         of_one = there[first:stop]

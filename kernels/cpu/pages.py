@@ -171,9 +171,9 @@ def _pack_value(job, x, at, token):
 
 @njit(nogil=True, cache=True)
 def exact_at(job, layer_index, kv_head, record):
-    """Where one head's keys and values lie in the exact copy of a page: a record of float32, keys turned as queries
+    """Where one head's keys and values lie in the exact copy of a page: a record of fp16, its keys turned as queries
     are."""
-    head_bytes = 4 * _PAGE_TOKENS * job.head_dim
+    head_bytes = 2 * _PAGE_TOKENS * job.head_dim
     keys = record + (2 * layer_index * job.kv_heads + kv_head) * head_bytes
     return keys, keys + job.kv_heads * head_bytes
 
@@ -182,8 +182,14 @@ def exact_at(job, layer_index, kv_head, record):
 def write_exact(job, key, value, keys, values, token):
     """Writes one head's key and value into the exact copy of their page. The key is a turned one, not packed yet."""
     for d in range(0, job.head_dim, 8):
-        scatter8(keys + 4 * (d * _PAGE_TOKENS + token), 4 * _PAGE_TOKENS, load8(key + 4 * d))
-        store8(values + 4 * (token * job.head_dim + d), load8(value + 4 * d))
+        scatter8_fp16(keys + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))
+        store8_fp16(values + 2 * (token * job.head_dim + d), load8(value + 4 * d))
+
+
+@njit(nogil=True, cache=True)
+def widen_exact(job, at, target):
+    """One head's keys, or values, of an exact copy as float32."""
+    _widen(_FP16, at, _PAGE_TOKENS * job.head_dim, target)
 
 
 @njit(nogil=True, cache=True)
@@ -195,11 +201,11 @@ def write_token(job, key, value, keys, values, token):
         _pack_key(job, key, keys, token)
         _pack_value(job, value, values, token)
     elif job.key_format == FP32:
-        write_exact(job, key, value, keys, values, token)
-    elif job.key_format == _FP16:
         for d in range(0, head_dim, 8):
-            scatter8_fp16(keys + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))
-            store8_fp16(values + 2 * (token * head_dim + d), load8(value + 4 * d))
+            scatter8(keys + 4 * (d * _PAGE_TOKENS + token), 4 * _PAGE_TOKENS, load8(key + 4 * d))
+            store8(values + 4 * (token * head_dim + d), load8(value + 4 * d))
+    elif job.key_format == _FP16:
+        write_exact(job, key, value, keys, values, token)
     elif job.key_format == _BF16:
         for d in range(0, head_dim, 8):
             scatter8_bf16(keys + 2 * (d * _PAGE_TOKENS + token), 2 * _PAGE_TOKENS, load8(key + 4 * d))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from tierd.kernels.packing import PackedMatrix, unpack
 from tierd.kernels.reference.moe import mixture
 from tierd.kernels.reference.packed import PAGE_DTYPES, read_packed
 from tierd.kernels.reference.paged import put_tokens
-from tierd.kernels.rows import Bound, Ladder
+from tierd.kernels.rows import COPY_FORMAT, Bound, Ladder
 
 if TYPE_CHECKING:
     from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights
@@ -138,7 +139,7 @@ def attention(
             *copies, ladder = exact
             tokens = torch.arange(k.shape[1])
             is_exact = ((tokens < ladder.first) | (tokens >= ladder.block(position)))[:, None]
-            planes = (torch.cat([plane[slot] for slot in table], 1) for plane in copies)
+            planes = (torch.cat([plane[slot].float() for slot in table], 1) for plane in copies)
             k, v = (torch.where(is_exact, copy, plane) for copy, plane in zip(planes, (k, v), strict=True))
         k, v = (plane[:, seen].repeat_interleave(group, 0) for plane in (k, v))
         scores = torch.einsum("hd,htd->ht", queries[row], k) / math.sqrt(queries.shape[2])
@@ -168,7 +169,7 @@ def forward(
 ) -> torch.Tensor:  # [logit rows, vocab]
     """`CpuDecoder` as one function: writes the rows' keys and values into the arena and returns logits.
 
-    `exact`: an arena of fp32 pages with as many slots, for what a ladder lets rows see instead.
+    `exact`: an arena of fp16 pages with as many slots, for what a ladder lets rows see instead.
 
     `bounds`, of each sequence, with `inverse`, the frequencies of the tables: the pages are all of them, whatever a
     bound says of its own.
@@ -177,7 +178,7 @@ def forward(
     tables = [page_table[page_offsets[s] : page_offsets[s + 1]].tolist() for s in row_seq]
     slots = torch.tensor([table[p // layout.page_tokens] for table, p in zip(tables, at.tolist(), strict=True)])
     cos_rows, sin_rows = torch.from_numpy(cos)[at], torch.from_numpy(sin)[at]
-    plain = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
+    plain = replace(layout, format=COPY_FORMAT)
     x = weights(embed)[torch.from_numpy(tokens).long()]
     for index, layer in enumerate(layers):
         normed = rms_norm(x, torch.from_numpy(layer.attn_norm), shape.norm_eps)

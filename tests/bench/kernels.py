@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside a measured roofline, and of a whole decoder of SmolLM2-135M's shape.
 
-    python tests/bench/kernels.py [--threads N] [--quick] [--only products|formats|FORMAT]
+    python -m tests.bench.kernels [--threads N] [--quick] [--only products|formats|ladders|FORMAT]
 
 Weights are random: the figures depend on shapes and formats only. Each figure is the median of its repetitions; on a
 machine that does other work, look at the smallest of several runs.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import statistics
 import threading
 import time
@@ -22,12 +23,18 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from tierd.daemon.engine.ladder import Ladders, Rungs
 from tierd.kernels.cpu.matmul import MATRIX, NO_RESIDUAL, TILE_BYTES, describe_matrix, matmul, takes_integers
 from tierd.kernels.cpu.quantize import quantize_row, quantized_row_bytes
 from tierd.kernels.cpu.step import CpuDecoder, DecoderShape, LayerWeights
 from tierd.kernels.cpu.team import PHASE_BYTES, PHASE_WORDS
 from tierd.kernels.layout import PAGE_FORMATS, PageLayout
 from tierd.kernels.packing import PackedMatrix, WeightFormat, pack
+from tierd.kernels.rows import COPY_FORMAT, Exact, Ladder
+from tierd.tiers.arena import Arena
+from tierd.tiers.exact import ExactPages
+from tierd.tiers.keys import root_key
+from tierd.tiers.lease import Lease
 
 SMOLLM2_135M = DecoderShape(
     num_layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, norm_eps=1e-5,
@@ -35,6 +42,7 @@ SMOLLM2_135M = DecoderShape(
 )  # fmt: skip
 CONTEXT = 2304
 LONG_CONTEXT = 4096
+LADDER = Ladder(32, 128)
 
 
 def median_s(run: Callable[[], object], repetitions: int) -> float:
@@ -215,11 +223,62 @@ def bench_formats(threads: int, rounds: int) -> None:
         print(f"  {name}: {1e3 * statistics.median(seconds):6.2f} ms, {quotient:.2f} of fp32")
 
 
+class LadderStep:
+    """A decode step at `tokens` tokens as the engine does it under a ladder: with its books, and its tables."""
+
+    def __init__(self, decoder: CpuDecoder, arena: NDArray[np.uint8], tokens: int) -> None:
+        layout, ladder = decoder.layout, LADDER
+        record = dataclasses.replace(layout, format=COPY_FORMAT).record_bytes
+        copies = Arena("exact", (ladder.first + ladder.last) // 16 + 3, record)
+        copies.array[:] = 0x3C
+        self._ladders = Ladders(ExactPages(copies), ladder, 0, 16)
+        self._rungs, self._lease, self._start = Rungs.of(ladder, tokens), Lease(root_key("bench"), 16), tokens - 1
+        for first, stop in ((0, ladder.first), (ladder.block(tokens - 1), tokens)):
+            self._ladders.cover(self._rungs, first, stop)
+        self._decoder, self._memory = decoder, copies.array
+        self._batch = inputs(arena, 1, tokens - 1, tokens)
+
+    def books(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Pages, and copies of them."""
+        self._ladders.prepare(self._rungs, self._lease, self._start)
+        self._ladders.cover(self._rungs, self._start, self._start + 1)
+        return self._ladders.table(self._rungs, self._batch["pages"], self._start, self._start // 16)
+
+    def __call__(self) -> object:
+        _, exact = self.books()
+        return self._decoder.forward(**self._batch, exact=Exact(exact, self._memory))
+
+
+def bench_ladders(threads: int, rounds: int) -> None:
+    """Decode steps with exact copies beside packed pages and without, in turn: medians and their quotient."""
+    print(f"decode steps, exact {LADDER.first} and {LADDER.last} beside packed pages, {threads} threads")
+    for page_format in ("k8v4", "k4v4"):
+        with synthetic_decoder(page_format, threads, 8) as decoder:
+            arena = np.full((LONG_CONTEXT // 16, decoder.layout.record_bytes), 0x3C, np.uint8)
+            for tokens in (1024, LONG_CONTEXT):
+                with_copies = LadderStep(decoder, arena, tokens)
+                steps = partial(decoder.forward, **inputs(arena, 1, tokens - 1, tokens)), with_copies
+                found: tuple[list[float], list[float]] = [], []
+                for step in steps:
+                    step()
+                for number in range(2 * rounds):
+                    for which in (0, 1) if number % 2 else (1, 0):
+                        start = time.perf_counter()
+                        steps[which]()
+                        found[which].append(time.perf_counter() - start)
+                plain, ladder = (statistics.median(seconds) for seconds in found)
+                books = median_s(with_copies.books, rounds)
+                print(
+                    f"  {page_format} at {tokens:4} tokens: {1e3 * plain:6.2f} ms without, {1e3 * ladder:6.2f} with:"
+                    f" {ladder / plain:.3f}; books and tables {1e6 * books:.0f} us"
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=numba.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--only", choices=("products", "formats", *PAGE_FORMATS), help="one part")
+    parser.add_argument("--only", choices=("products", "formats", "ladders", *PAGE_FORMATS), help="one part")
     arguments = parser.parse_args()
     repetitions = 3 if arguments.quick else 9
     start = time.perf_counter()
@@ -231,6 +290,8 @@ def main() -> None:
         bench_products(arguments.threads, roof)
     if arguments.only in (None, "formats"):
         bench_formats(arguments.threads, repetitions)
+    if arguments.only in (None, "ladders"):
+        bench_ladders(arguments.threads, 20 * repetitions)
     for page_format in PAGE_FORMATS:
         if arguments.only == page_format or (arguments.only is None and page_format in ("fp32", "fp16", "k8v4")):
             with synthetic_decoder(page_format, arguments.threads, 512) as decoder:

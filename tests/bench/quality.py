@@ -46,7 +46,7 @@ from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PAGE_FORMATS, PAGE_TOKENS, PageLayout
-from tierd.kernels.rows import Exact, Ladder
+from tierd.kernels.rows import COPY_FORMAT, Exact, Ladder
 from tierd.tiers.page import PageKey
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -241,7 +241,7 @@ class OnLadder(Subject):
             f"{page_format}, exact first {ladder.first}, last {ladder.last}", weights, spec, page_format, context
         )
         self.ladder, self._context = ladder, context
-        self.exact = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim)
+        self.exact = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, COPY_FORMAT)
         self._copies = np.zeros((len(self._pages), self.exact.record_bytes), np.uint8)
         self._places = self._copies.ctypes.data + np.arange(len(self._copies)) * self.exact.record_bytes
 

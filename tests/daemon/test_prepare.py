@@ -114,3 +114,15 @@ async def test_memory_below_a_card_needs_a_card(fake_models, tmp_path):
     prepare = Preparer(make_settings(tmp_path, host_weights_mem=1 << 30), lambda _dir: machine)
     with pytest.raises(BadConfig, match="host_weights_mem"):
         await prepare(Model("alpha", fake_models / "alpha"), {})
+
+
+@pytest.mark.parametrize(
+    ("formats", "hint"),
+    [({"kv_format": "k8v4"}, "give --kv-format fp16"), ({"store_format": "k8v8"}, "leave --store-format at same")],
+)
+async def test_pages_that_a_models_heads_do_not_take_are_a_matter_of_the_configuration(tmp_path, formats, hint):
+    make_model(tmp_path / "models", "narrow")  # heads of 8
+    async with running(make_settings(tmp_path, **formats)) as front:
+        with pytest.raises(BadConfig, match="does not go with the model: .* takes heads of a multiple of 16") as caught:
+            await front.service.load("narrow")
+    assert caught.value.hint == hint and caught.value.param == next(iter(formats))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,7 @@ from numpy.typing import NDArray
 from tests.counts import counted
 from tierd.kernels import reference
 from tierd.kernels.cpu.step import CpuDecoder
-from tierd.kernels.layout import PageLayout
-from tierd.kernels.rows import Exact, Ladder
+from tierd.kernels.rows import COPY_FORMAT, Exact, Ladder
 
 from .decoders import Sequence, TinyModel, addresses, batch, random_sequences, tiny_model
 
@@ -23,8 +24,7 @@ CHUNK = 24
 
 def copies_of(model: TinyModel, slots: int) -> Arena:
     """An arena of exact copies, of which none is there yet: NaN."""
-    layout = PageLayout(model.layout.num_layers, model.layout.kv_heads, model.layout.head_dim)
-    return np.full((slots, layout.record_bytes), 0xFF, np.uint8)
+    return np.full((slots, replace(model.layout, format=COPY_FORMAT).record_bytes), 0xFF, np.uint8)
 
 
 def run(

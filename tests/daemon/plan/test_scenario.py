@@ -11,7 +11,7 @@ from tests.daemon.plan.scenes import FINGERPRINT, GB
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.plan import rates
 from tierd.daemon.plan.answer import make
-from tierd.daemon.plan.planner import Task, plan
+from tierd.daemon.plan.planner import Outcome, Task, least, plan
 from tierd.daemon.plan.scenario import Limits, Load, cpu_task
 from tierd.daemon.plan.subject import SHAPE_FORMATS, find_subject
 from tierd.daemon.plan.workspace import ring_bytes
@@ -61,6 +61,29 @@ def test_pages_on_the_disk_need_a_ring() -> None:
     subject = find_subject("llama-3-8b-shape", Path("nowhere"), "int4-g32")
     shown = make(task, subject, "here", "", (), runs=True).tiers["device"].workspace
     assert shown == pytest.approx(task.workspace(1) + ring, abs=2)
+
+
+def test_pages_that_are_packed_more_on_the_disk_are_read_as_they_lie_there() -> None:
+    load, found = Load(7936, 256, 1), sizes(device_bytes=GB // 4)
+    subject = find_subject("llama-3-8b-shape", Path("nowhere"), "int4-g32")
+
+    def outcome(store_format: str) -> Outcome:
+        limits = Limits("fp16", 512, 16, 2, 8192, store_format)
+        made = plan(cpu_task(subject, load, found, COMPUTER, RATES, limits))
+        assert made is not None
+        return made
+
+    plain, packed = outcome("same"), outcome("k8v8")
+    share = PageLayout(32, 8, 128, "k8v8").record_bytes / PageLayout(32, 8, 128, "fp16").record_bytes
+    assert packed.work.kv_bytes == plain.work.kv_bytes and packed.work.kv_stored == share < 0.6
+    assert packed.use.disk == pytest.approx(packed.placement.kv_disk * packed.work.kv_bytes * share)
+    assert packed.step.disk == pytest.approx(packed.use.disk / RATES.streaming.pages_bytes_per_s)
+    assert packed.step.step < plain.step.step
+    # On a disk that holds no more than they take there, they fit.
+    few = sizes(device_bytes=GB // 4, nvme_bytes=int(packed.use.disk * 1.01))
+    assert plan(cpu_task(subject, load, few, COMPUTER, RATES, Limits("fp16", 512, 16, 2, 8192))) is None
+    task = cpu_task(subject, load, few, COMPUTER, RATES, Limits("fp16", 512, 16, 2, 8192, "k8v8"))
+    assert plan(task) is not None and least(task).pages_there > least(task).pages
 
 
 def test_a_ring_that_has_no_room_is_not_planned() -> None:

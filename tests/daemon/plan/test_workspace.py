@@ -10,10 +10,13 @@ import pytest
 
 from tests.daemon.engine.live import Live
 from tests.daemon.plan.decoders import allocated_bytes, tiny_decoder
+from tests.tiers.pages import meta
+from tierd.daemon.errors import BadConfig
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.placement import place
 from tierd.daemon.models.spec import ExpertsSpec, ModelSpec
 from tierd.daemon.plan.workspace import (
+    codec_bytes,
     engine_bytes,
     ring_bytes,
     scratch_bytes,
@@ -100,3 +103,63 @@ def test_the_ring_of_streamed_pages(format: str, tmp_path: Path) -> None:
     finally:
         mover.close()
         store.close()
+
+
+class NoCodec:
+    """`Codec` of pages that are as they were."""
+
+    def __init__(self, memory: PageLayout, stored: PageLayout) -> None:
+        self.layers = memory.num_layers
+        self.layer_bytes, self.record_bytes = memory.layer_bytes, memory.record_bytes
+        self.stored_layer_bytes, self.stored_record_bytes = stored.layer_bytes, stored.record_bytes
+
+    def encode(self, page: object, stored: object) -> None:
+        pass
+
+    def decode(self, stored: object, page: object, layers: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("shape", [(30, 3, 64), (3, 2, 128)])
+def test_what_a_store_of_packed_pages_takes(shape: tuple[int, int, int], tmp_path: Path) -> None:
+    """The ring, and the scratch of a thread that had jobs of every kind."""
+    from tierd.tiers.loader import PAGES_PER_JOB
+    from tierd.tiers.mover import DISK_THREADS, Mover
+    from tierd.tiers.policy import WRITE_GROUP_PAGES
+    from tierd.tiers.repacked import RepackedStore
+    from tierd.tiers.staging import GROUP_PAGES, Staging
+
+    layout, stored = PageLayout(*shape), PageLayout(*shape, "k8v8")
+    store = RepackedStore.open_packed(
+        NoCodec(layout, stored), tmp_path / "kv", namespace=b"n" * 16, capacity_bytes=64 << 20
+    )
+    mover = Mover(wake=lambda: None)
+    try:
+        staging = Staging(store, mover, layout.num_layers, layout.layer_bytes)
+        assert staging.bytes_for(11) == ring_bytes(layout, 11, decoded=True)
+        pages = [meta(number) for number in range(WRITE_GROUP_PAGES)]
+        store.write([(page, np.zeros(layout.record_bytes, np.uint8)) for page in pages])
+        written = len(store._rooms.found)
+        dests = [np.zeros(layout.record_bytes, np.uint8) for _ in range(PAGES_PER_JOB)]
+        assert store.read_many([page.key for page in pages], dests) == [None] * PAGES_PER_JOB
+        with staging.open([page.key for page in pages[:GROUP_PAGES]]) as flow:
+            flow.section(0, 1e12)
+        where = list(store.locate_many([page.key for page in pages[:GROUP_PAGES]]))
+        lines = np.zeros((GROUP_PAGES, store.span_bytes(staging.stage_sections)), np.uint8)
+        store.read_section_many(where, 0, lines, staging.stage_sections)
+        assert codec_bytes(layout, stored) == DISK_THREADS * len(store._rooms.found) + written
+    finally:
+        mover.close()
+        store.close()
+
+
+def test_formats_that_heads_do_not_take_are_refused_with_what_to_do() -> None:
+    narrow = msgspec.structs.replace(SPEC, head_dim=8)
+    sizes = {"device_bytes": 1 << 20, "host_bytes": 0, "nvme_bytes": 0, "context": 0, "threads": 1}
+    for formats, setting, hint in (
+        ({"kv_format": "k8v4"}, "kv_format", "--kv-format fp16"),
+        ({"kv_format": "fp16", "store_format": "k8v4"}, "store_format", "--store-format at same"),
+    ):
+        with pytest.raises(BadConfig, match=f"{setting} does not go with the model.*multiple of 16") as refused:
+            engine_bytes(narrow, max_batch=50, max_streams=3, **formats, **sizes)
+        assert refused.value.param == setting and hint in (refused.value.hint or "")

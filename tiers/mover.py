@@ -53,7 +53,7 @@ class Job:
     """One movement of bytes.
 
     Attributes:
-        call: does it; runs on a thread of the mover and may raise.
+        call: does it; runs on a thread of the mover and may raise. It is let go of then, with what it holds.
         link: where it is counted, and whose threads run it.
         num_bytes: what it moves.
         on_done: for the submitter, to call with the completion when it drains it. The mover itself never calls it.
@@ -187,9 +187,7 @@ class Mover:
         self._arrived = threading.Condition(self._lock)
         self._lanes = {group: _Lane(self._lock) for group in LinkGroup}
         self._done: deque[Completion] = deque()
-        self._submitted = 0
-        self._outstanding = 0
-        self._awaited = 0
+        self._submitted = self._outstanding = self._awaited = 0
         self._pending: set[Job] = set()  # what `wait_for` waits for
         self._closing = False
         self._dead: MoverClosed | None = None
@@ -362,15 +360,15 @@ class Mover:
         return entry.job
 
     def _run(self, job: Job) -> None:
-        result, error = None, None
         if self._before is not None:
             self._before(job)
-        start_s = self._clock()
+        start_s, result, error = self._clock(), None, None
         try:
             result = job.call()
         except Exception as caught:
             error = caught
         now_s = self._clock()
+        job.call, job.dest = tuple, None  # its completion and it hold each other: memory would wait for the collector
         with self._lock:
             self._meters[job.link].end(now_s, job.num_bytes, now_s - start_s, failed=error is not None)
             self._finish(Completion(job, error, result))

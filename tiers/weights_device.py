@@ -3,9 +3,11 @@
 Records lie in registered memory of the CPU, or come there from the disk by a `WeightRing`. What makes it right, however
 late copies and kernels run:
 
-- The compute stream waits for the event of a slot's copy, before the first kernel that reads the slot.
+- A slot is handed out when its copy has ended. The host waits for that, and not the compute stream: so the wait has a
+  deadline. Copies run on meanwhile, into the other slots.
 - A copy into a slot waits, on a stream of its own, for the event of the last kernel that read it. Copies of pages take
   other streams, and what is copied at once is small, so that a page that is needed now waits for one part at most.
+- Memory that a copy may still write into, or read, is held by its job, whoever else lets go of it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from tierd.tiers.weights_ring import Pace, WeightRing
 
 PART_BYTES = 4 << 20  # copied by one call, a sixth of a millisecond of a fast link
 CLOSE_WAIT_S = 30.0
-_LOOK_S = 0.05  # until the end of a copy that was never begun is looked for
 
 
 class Record(NamedTuple):
@@ -45,13 +46,15 @@ class DeviceRingStats(NamedTuple):
 
 
 class _Slot:
-    """`job` fills it, `queued` is set when the copy is in its stream; the rest is the step thread's."""
+    """`job` fills it. `unsure`: whether a copy into it failed whose end nobody has seen; set on a thread of the mover,
+    while `job` runs. The rest is the step thread's.
+    """
 
-    def __init__(self, row: DeviceRow, copied: Event, read: Event) -> None:
-        self.row, self.copied, self.read = row, copied, read
+    def __init__(self, row: DeviceRow, owner: object, copied: Event, read: Event) -> None:
+        self.row, self.owner, self.copied, self.read = row, owner, copied, read
         self.number = -1
         self.job: Job | None = None
-        self.queued = threading.Event()
+        self.unsure = False
 
     @property
     def error(self) -> Exception | None:
@@ -69,8 +72,8 @@ class DeviceRing:
         compute: the stream on which kernels read the slots.
         records: all that are streamed, in the order of a pass.
         rows: the slots.
+        owners: what keeps the memory of each slot; held while a copy may write there. None: somebody else does.
         disk: brings the records that have no memory of their own; None when all have.
-        arrive: has the compute stream wait for an event; a stand-in for a card, which computes on the host, waits.
         overlap: copy ahead.
         clock: of the deadlines.
     """
@@ -83,8 +86,8 @@ class DeviceRing:
         records: Sequence[Record],
         rows: Sequence[DeviceRow],
         *,
+        owners: Sequence[object] | None = None,
         disk: WeightRing | None = None,
-        arrive: Callable[[Event], None] | None = None,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,12 +98,15 @@ class DeviceRing:
         if len(self._disk_numbers) != (0 if disk is None else len(disk.pieces)):
             raise ValueError(f"{len(self._disk_numbers)} records are on the disk, the ring brings others")
         self._gpu, self._compute, self._mover, self._disk, self._clock = gpu, compute, mover, disk, clock
-        self._arrive = partial(gpu.wait, compute) if arrive is None else arrive
         self._ahead = len(rows) if overlap else 1
         self._stream = gpu.new_stream()
-        self._slots = [_Slot(row, gpu.new_event(), gpu.new_event()) for row in rows]
+        kept = [None] * len(rows) if owners is None else owners
+        self._slots = [
+            _Slot(row, owner, gpu.new_event(), gpu.new_event()) for row, owner in zip(rows, kept, strict=True)
+        ]
         self._held: _Slot | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the counters: never held while the card is asked, which may hang
+        self._queueing = threading.Lock()
         self._pace = Pace(clock())
         self._copied_bytes = self._lost = 0
         self._waited_s = 0.0
@@ -124,30 +130,28 @@ class DeviceRing:
     def take(self, number: int, deadline_s: float) -> int:
         """The slot of this record: kernels that are launched from now on, until the next call, find it there.
 
-        Raises WeightsLost when it can't be had, or is not on its way at `deadline_s`.
+        Raises WeightsLost when it can't be had, or has not come at `deadline_s`.
         """
         self.release()
-        start_s, count = self._clock(), len(self.records)
-        for slot in self._slots:
-            if slot.error is not None:
-                slot.number, slot.job = -1, None
+        start_s = self._clock()
+        self._forget_failed()
         held = self._holder(number)
         self.uses[number] += 1
         self.hits[number] += held is not None and not held.busy
         self._pace.tick(start_s)
-        window = [(number + ahead) % count for ahead in range(min(self._ahead, count))]
-        in_order = True  # the disk's ring gives its records in their order alone
-        for ahead, wanted in enumerate(window):
-            if self.records[wanted].memory is None:
-                in_order = in_order and self._has_come(wanted)
-                if not in_order:
-                    continue
-            self._start(wanted, window, self._pace.due_s(ahead), deadline_s)
+        window = self._fetch(number, deadline_s)
         slot = self._wait(number, window, deadline_s)
-        self._arrive(slot.copied)
         self._held = slot
         self._waited_s += self._clock() - start_s
         return self._slots.index(slot)
+
+    def end(self) -> None:
+        """The pass that took the last record is over: its slot is free, for what the next one needs."""
+        self.release()
+        if self._ahead > 1:
+            self._forget_failed()
+            with contextlib.suppress(WeightsLost):  # the next pass asks again, and says so
+                self._fetch(0, self._clock())
 
     def release(self) -> None:
         """All kernels that read the slot taken last are launched: it may be filled anew when they have run."""
@@ -155,11 +159,32 @@ class DeviceRing:
             self._gpu.record(self._held.read, self._compute)
             self._held = None
 
-    def close(self) -> bool:
-        """Ends the copies, when no kernel reads the slots any more; False when one is stuck. Idempotent."""
+    def rest(self, wait_s: float) -> bool:
+        """Whether no copy and no read runs any more, within `wait_s`; what waits to begin is taken back.
+
+        Passes may go on afterwards, either way.
+        """
         running = [slot.job for slot in self._slots if slot.job is not None and not self._mover.cancel(slot.job)]
-        at_rest = self._mover.wait_for(running, CLOSE_WAIT_S)
-        at_rest = (self._disk is None or self._disk.close()) and at_rest
+        for slot in self._slots:
+            if slot.unsure and not slot.busy:
+                slot.number = -1
+                slot.job = Job(partial(self._see_end, slot), Link.HOST_TO_DEVICE, 0, awaited=True)
+                if not self._mover.submit(slot.job, JobClass.NOW):
+                    slot.job = None
+                    return False
+                running.append(slot.job)
+        start_s = self._clock()
+        at_rest = self._mover.wait_for(running, wait_s)
+        left_s = max(start_s + wait_s - self._clock(), 0.0)
+        at_rest = (self._disk is None or self._disk.close(left_s)) and at_rest
+        return at_rest and not any(slot.unsure for slot in self._slots)
+
+    def close(self, wait_s: float | None = None) -> bool:
+        """Ends the copies, when no kernel reads the slots any more; False when one is stuck. Idempotent.
+
+        What is stuck keeps its memory until it ends.
+        """
+        at_rest = self.rest(CLOSE_WAIT_S if wait_s is None else wait_s)
         if at_rest and self._stream:
             for slot in self._slots:
                 slot.job = None  # which holds the slot, and the memory it read
@@ -170,6 +195,24 @@ class DeviceRing:
         return at_rest
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _fetch(self, number: int, deadline_s: float) -> list[int]:
+        """Have the records from this one on under way, as many as there are slots for; which these are."""
+        count = len(self.records)
+        window = [(number + ahead) % count for ahead in range(min(self._ahead, count))]
+        in_order = True  # the disk's ring gives its records in their order alone
+        for ahead, wanted in enumerate(window):
+            if self.records[wanted].memory is None:
+                in_order = in_order and self._has_come(wanted)
+                if not in_order:
+                    continue
+            self._start(wanted, window, self._pace.due_s(ahead), deadline_s)
+        return window
+
+    def _forget_failed(self) -> None:
+        for slot in self._slots:
+            if slot.error is not None:
+                slot.number, slot.job = -1, None
 
     def _holder(self, number: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.number == number), None)
@@ -193,7 +236,6 @@ class DeviceRing:
             place = self._disk.take(self._disk_numbers[number], deadline_s)
             memory = self._disk.memory(place)
         free.number = number
-        free.queued.clear()
         # `dest` is left out: a test that fills it before the copy would do so under kernels that still read it.
         free.job = Job(
             partial(self._copy, free, memory[: record.num_bytes]), Link.HOST_TO_DEVICE, record.num_bytes, awaited=True
@@ -210,17 +252,19 @@ class DeviceRing:
         return slot.job is None or not slot.busy or self._mover.cancel(slot.job)
 
     def _wait(self, number: int, window: Sequence[int], deadline_s: float) -> _Slot:
-        """Waits until the copy of a record is in its stream."""
+        """Waits until the copy of a record has ended."""
         name = self.records[number].name
         while (slot := self._holder(number)) is None:
             if self._start(number, window, self._clock(), deadline_s):
                 continue
-            stale = [slot.job for slot in self._slots if slot.number not in window and slot.job is not None]
-            if not stale or not self._mover.wait_for(stale[:1], deadline_s - self._clock()):
+            # There are no fewer slots than records in the window, of which this one has none.
+            busy = [slot.job for slot in self._slots if slot.number not in window and slot.job and slot.busy]
+            if not busy:
+                raise self._losing(name, "the queue of the link to the card is full")
+            if not self._mover.wait_for(busy[:1], deadline_s - self._clock()):
                 raise self._losing(name, "the link to the card does not answer")
-        while not slot.queued.wait(min(_LOOK_S, max(deadline_s - self._clock(), 0.0))) and slot.error is None:
-            if self._clock() >= deadline_s:
-                raise self._losing(name, "its copy to the card has not begun in time")
+        if slot.job is not None and not self._mover.wait_for([slot.job], deadline_s - self._clock()):
+            raise self._losing(name, "its copy to the card has not ended in time")
         if slot.error is not None:
             raise self._losing(name, str(slot.error))
         return slot
@@ -234,17 +278,26 @@ class DeviceRing:
         """On a thread of the mover."""
         gpu, start = self._gpu, address_of_row(source)
         try:
-            with self._lock:  # the copies of two threads are each followed by their own event
+            with self._queueing:  # the copies of two threads are each followed by their own event
                 gpu.wait(self._stream, slot.read)
                 for at in range(0, source.nbytes, PART_BYTES):
                     size = min(PART_BYTES, source.nbytes - at)
                     gpu.copy(slot.row.address + at, start + at, size, self._stream)
                 gpu.record(slot.copied, self._stream)
-                self._copied_bytes += source.nbytes
         except GpuError:  # the job's end tells it; but what was queued before must not run on into what comes next
+            slot.unsure = True
             with contextlib.suppress(GpuError):
                 gpu.record(slot.copied, self._stream)
-                gpu.synchronize(slot.copied)
+                self._see_end(slot, again=False)
             raise
-        slot.queued.set()
-        gpu.synchronize(slot.copied)
+        slot.unsure = True
+        self._see_end(slot, again=False)
+        with self._lock:
+            self._copied_bytes += source.nbytes
+
+    def _see_end(self, slot: _Slot, *, again: bool = True) -> None:
+        """On a thread of the mover: waits until what was copied into a slot has ended."""
+        if again:
+            self._gpu.record(slot.copied, self._stream)
+        self._gpu.synchronize(slot.copied)
+        slot.unsure = False

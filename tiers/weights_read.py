@@ -146,11 +146,11 @@ class PieceReads:
             self._lost += 1
         return WeightsLost(name, detail)
 
-    def close(self, slots: list[Slot]) -> bool:
+    def close(self, slots: list[Slot], wait_s: float = CLOSE_WAIT_S) -> bool:
         """Cancel the reads that wait, and wait for those that run; False when one is stuck and may still write."""
         jobs = [job for slot in slots for job in slot.jobs if job.completion is None]
         running = [job for job in jobs if not self._mover.cancel(job)]
-        return self._mover.wait_for(running, CLOSE_WAIT_S)
+        return self._mover.wait_for(running, wait_s)
 
     # -- on the threads of the mover -------------------------------------------------------------------------------
 

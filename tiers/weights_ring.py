@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tierd.tiers.mover import Job, JobClass, Mover
 from tierd.tiers.store_io import Bytes, huge_block
 from tierd.tiers.weights_file import WeightFile
-from tierd.tiers.weights_read import Piece, PieceReads, Slot
+from tierd.tiers.weights_read import CLOSE_WAIT_S, Piece, PieceReads, Slot
 
 _MEMORY = 0.1  # weight of the newest piece in the mean time between two
 _MAX_PERIOD_S = 1.0  # a pause between two passes says nothing about the time between two pieces
@@ -136,9 +136,9 @@ class WeightRing:
         """A job of the mover's reads a slot: nothing is read into it until that has ended."""
         self._slots[slot].jobs.append(job)
 
-    def close(self) -> bool:
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> bool:
         """Cancel the reads that wait, and wait for those that run; False when one is stuck and may still write."""
-        return self._reads.close(self._slots)
+        return self._reads.close(self._slots, wait_s)
 
     def _read_on(self, place: int) -> list[int]:
         """Have the pieces from a place in the order on their way, as many as there are slots for; which these are."""

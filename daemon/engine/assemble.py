@@ -39,7 +39,7 @@ from tierd.daemon.engine.top import Beside, TopBoard
 from tierd.daemon.engine.turns import FILE_NAME as TURNS_NAME
 from tierd.daemon.engine.turns import Turns
 from tierd.daemon.engine_config import EngineConfig
-from tierd.daemon.errors import BadConfig, ModelInvalid
+from tierd.daemon.errors import BadConfig, EngineFailed, ModelInvalid
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.digests import verify_texts
@@ -52,6 +52,7 @@ from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Ladder
 from tierd.tiers import budget, upkeep
 from tierd.tiers.arena import Arena
+from tierd.tiers.errors import WeightsLost
 from tierd.tiers.keys import root_key
 from tierd.tiers.mover import Mover
 from tierd.tiers.pager import Pager
@@ -265,7 +266,7 @@ def _decoder(
     backend: Backend, weights: HeldWeights, layout: PageLayout, tables: tuple[Vector, Vector],
     frequencies: rope.Frequencies, max_rows: int, hooks: Hooks,
 ) -> OwnDecoder:  # fmt: skip
-    """The decoder on what it computes on. Raises BadConfig for what that can't do."""
+    """The decoder on what it computes on. Raises BadConfig for what that can't do, EngineFailed without its weights."""
 
     def progress(done: int, total: int) -> None:
         hooks.progress("kernels", done, total)
@@ -274,6 +275,8 @@ def _decoder(
         return backend.decoder(weights, layout, *tables, max_rows, progress, partial(rope.angles, frequencies))
     except ValueError as exc:
         raise BadConfig(f"{backend.name} can't run this: {exc}") from exc
+    except WeightsLost as exc:
+        raise EngineFailed(f"the first pass could not be computed: {exc}", hint="try again; `tierd logs`") from exc
 
 
 def _context(wanted: int, manifest: Manifest) -> int:

@@ -5,16 +5,16 @@ Imported only where there is a driver: it loads torch and Triton, which take sec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tierd.daemon.engine.model.held import HeldWeights
-from tierd.daemon.engine.model.passing import Card
+from tierd.daemon.engine.model.card_memory import Card
+from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S, HeldWeights
 from tierd.daemon.engine.model.weights_card import CardWeights
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.models.catalog import Manifest
@@ -47,7 +47,7 @@ def refusal() -> str:
 
 
 class CudaBackend:
-    """See `Backend`. `device` and `capture` are handed in by tests, which have no card.
+    """See `Backend`. `device`, `capture` and `allocate` are handed in by tests, which have no card.
 
     Args:
         gpu: the driver.
@@ -61,11 +61,13 @@ class CudaBackend:
         *,
         device: torch.device | None = None,
         capture: Callable[[torch.device], CudaCapturer | None] = CudaCapturer,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._gpu = gpu
         self._note = note
         self._device = torch.device("cuda", 0) if device is None else device
         self._capture = capture
+        self._allocate = allocate
         self._compute = gpu.new_stream()
         self._copies = CudaCopies(gpu, self._compute)
         self._blocks: list[DeviceBlock | PinnedBlock] = []
@@ -128,8 +130,7 @@ class CudaBackend:
         progress: Callable[[int, int], None],
     ) -> HeldWeights:
         dtype = torch.float16 if config.kv_format == "fp16" else torch.bfloat16
-        arrive = None if self._is_cuda else self._gpu.synchronize
-        card = Card(self._gpu, self._compute, self._device, dtype, self._stream, arrive)
+        card = Card(self._gpu, self._compute, self._device, dtype, self._stream, self._allocate)
         return CardWeights(
             Path(config.model_dir), manifest, config.weights_bytes, config.host_weights_bytes, card, mover, progress
         )
@@ -153,7 +154,7 @@ class CudaBackend:
             embed_rows=weights.embed_rows if weights.ends.embed is None else None,
         )  # fmt: skip
         weights.attach(decoder)
-        decoder.warm_up(progress, partial(weights.layer, deadline_s=float("inf")))
+        decoder.warm_up(progress, lambda index: weights.layer(index, time.monotonic() + WEIGHTS_TIMEOUT_S))
         if weights.streams:
             self._note(f"{weights.describe()}; steps run without CUDA graphs")
         return decoder

@@ -11,7 +11,7 @@ from tierd.daemon.card_memory import probe_card
 from tierd.daemon.engine.backend import Backend
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine_config import EngineConfig
-from tierd.daemon.errors import BadConfig
+from tierd.daemon.errors import BadConfig, OutOfSpace
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import CardPlacement, DoesNotFitHost, place_on_card
@@ -102,7 +102,8 @@ def load_weights(
     config: EngineConfig, manifest: Manifest, mover: Mover, max_rows: int, backend: Backend,
     progress: Callable[[int, int], None],
 ) -> HeldWeights:  # fmt: skip
-    """The weights of an engine's model. Raises BadConfig where there is no memory for them, or none to compute them."""
+    """The weights of an engine's model. Raises BadConfig where the sizes leave no memory for them, or nothing can
+    compute them, and OutOfSpace where it is not to be had."""
     try:
         return backend.weights(config, manifest, max_rows, mover, progress)
     except DoesNotFitHost as exc:
@@ -111,6 +112,11 @@ def load_weights(
         raise _too_little(config, manifest, exc) from None
     except ValueError as exc:
         raise BadConfig(f"{backend.name} can't run {manifest.name}: {exc}") from exc
+    except OSError as exc:
+        raise OutOfSpace(
+            f"there is no memory for the weights of {manifest.name}: {exc.strerror or exc}",
+            hint="give less with --weights-mem or --device-mem, or make room",
+        ) from exc
 
 
 def flag_of(setting: str) -> str:

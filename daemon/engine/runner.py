@@ -21,7 +21,7 @@ from tierd.kernels.rows import Exact
 from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
-    from tierd.daemon.engine.model.held import HeldWeights
+    from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S, HeldWeights
     from tierd.kernels.cpu.mixture import ExpertSource
     from tierd.kernels.cpu.step import Choose
     from tierd.kernels.cpu.weights import Part, PlacedLayer, Rows
@@ -34,8 +34,6 @@ Memory = Any  # what pages lie in, as the decoder takes it: an array, or a range
 
 # Reading one layer of all streamed pages. A disk that needs longer has stopped.
 SECTION_TIMEOUT_S = 30.0
-# Reading one layer's weights, or the rows of an embedding.
-WEIGHTS_TIMEOUT_S = 60.0
 
 
 class GaveWay(Exception):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from tierd.daemon.engine.model.held import NotMoved
 from tierd.daemon.errors import (
     BadRequest,
     Conflict,
@@ -44,6 +45,7 @@ VERIFY_TIMEOUT_S = 3600.0  # some terabytes
 GC_TIMEOUT_S = 600.0  # the index is rewritten: seconds for a million pages
 _TELL_EVERY_S = 0.25
 _WAKE_EVERY_S = 0.02
+_MOVE_HINT = "answers go on; say it again when other programs have left the card, or with another --weights-mem"
 
 T = TypeVar("T")
 
@@ -266,12 +268,27 @@ async def _move_weights(engine: Engine, weights_bytes: int, deadline_s: float) -
             hint=f"--weights-mem {-(-exc.needed_bytes // 10**6)}MB does",
             param="weights_bytes",
         ) from None
-    while await asyncio.wrap_future(engine.loop.call(engine.weights.settle)):
+    except NotMoved as exc:
+        raise OutOfSpace(f"the weights stay as they were: {exc}", hint=_MOVE_HINT, param="weights_bytes") from None
+    while await _settled(engine):
         if engine.pager.clock() >= deadline_s:
             raise OutOfSpace(
                 "not all weights came into memory in time; those that did not go on being streamed",
                 hint="say it once more, with a larger --timeout",
             )
+
+
+async def _settled(engine: Engine) -> bool:
+    """Brings one record to its place, between two steps."""
+    try:
+        moved: bool = await asyncio.wrap_future(engine.loop.call(engine.weights.settle))
+    except NotMoved as exc:
+        has = human_bytes(engine.weights.memory_bytes)
+        raise OutOfSpace(
+            f"not all weights came to their places, {has} have; the others go on being streamed: {exc}",
+            hint=_MOVE_HINT, param="weights_bytes",
+        ) from None  # fmt: skip
+    return moved
 
 
 def _check_memory(wanted: _Resize, engine: Engine, total_bytes: int) -> None:

@@ -153,7 +153,6 @@ def _stream(bench: Any, model: Model, wanted: np.ndarray, file: WeightFile | Non
         model.gpu, model.stream, mover,
         [Record(f"layer {n}", size, None if disk is not None else model.host[n]) for n in range(count)],
         [DeviceRow(slot.data_ptr(), slot.nbytes) for slot in slots], disk=disk,
-        arrive=model.gpu.synchronize if model.dry else None,
     )  # fmt: skip
     passing = [SlotLayer(model.pieces, slot, place, torch.bfloat16) for slot in slots]
 

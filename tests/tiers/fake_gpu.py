@@ -7,7 +7,7 @@ import errno
 import mmap
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ class Operation:
 
     steps: deque[Callable[[], None]]
     after: Mark | None = None
+    is_copy: bool = False
 
 
 @dataclass
@@ -45,6 +46,8 @@ class FakeGpu:
     Attributes:
         limit_bytes: of device memory.
         unregistrable_from: `register` fails once so many bytes are registered.
+        stuck: copies do not go on, and nothing behind them, while this is set; `unstick` ends it.
+        refusals: how many of the next calls of a method fail.
     """
 
     granularity_bytes = 1 << 12
@@ -52,6 +55,8 @@ class FakeGpu:
     def __init__(self, seed: int = 0, limit_bytes: int = 1 << 30) -> None:
         self.limit_bytes = limit_bytes
         self.unregistrable_from = 1 << 40
+        self.stuck = False
+        self.refusals: Counter[str] = Counter()
         self.closed = False
         self.registered: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
@@ -60,7 +65,13 @@ class FakeGpu:
         self._spaces: dict[int, mmap.mmap] = {}
         self._random = random.Random(seed)
         self._lock = threading.RLock()
+        self._unstuck = threading.Condition(self._lock)
         self._next = 1000
+
+    def unstick(self) -> None:
+        with self._lock:
+            self.stuck = False
+            self._unstuck.notify_all()
 
     def memory(self) -> tuple[int, int]:
         return self.limit_bytes - sum(self.mapped.values()), self.limit_bytes
@@ -90,6 +101,7 @@ class FakeGpu:
 
     def register(self, address: int, size_bytes: int) -> None:
         with self._lock:
+            self._may("register", errno.ENOMEM)
             if sum(self.registered.values()) + size_bytes > self.unregistrable_from:
                 raise GpuError(errno.ENOMEM, "no more pages can be locked")
             for at, size in self.registered.items():
@@ -124,18 +136,22 @@ class FakeGpu:
             self._give(stream, Operation(deque(), self.events[event]))
 
     def synchronize(self, event: Event) -> None:
+        self._may("synchronize")
         while True:
             with self._lock:
                 mark = self.events[event]
                 if mark is None or self._passed(mark):
                     return
-                self._step()
+                if not self._step():
+                    self._unstuck.wait()
 
     def copy(self, dest: int, source: int, size_bytes: int, stream: Stream) -> None:
+        self._may("copy")
         self._check(dest, size_bytes)
         self._check(source, size_bytes)
         steps = [lambda: ctypes.memset(dest, POISON, size_bytes), lambda: ctypes.memmove(dest, source, size_bytes)]
-        self.launch(stream, *steps)
+        with self._lock:
+            self._give(stream, Operation(deque(steps), is_copy=True))
 
     def fill(self, dest: int, value: int, size_bytes: int, stream: Stream) -> None:
         self._check(dest, size_bytes)
@@ -150,7 +166,7 @@ class FakeGpu:
         """Waits for everything."""
         with self._lock:
             while any(lane.waiting for lane in self.lanes.values()):
-                self._step()
+                assert self._step(), "it is stuck"
 
     def _give(self, stream: Stream, operation: Operation) -> None:
         lane = self.lanes[stream]
@@ -160,12 +176,18 @@ class FakeGpu:
     def _passed(self, mark: Mark) -> bool:
         return self.lanes[Stream(mark[0])].done >= mark[1]
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Whether anything could go on."""
         ready = [
             lane
             for lane in self.lanes.values()
-            if lane.waiting and (lane.waiting[0].after is None or self._passed(lane.waiting[0].after))
+            if lane.waiting
+            and not (self.stuck and lane.waiting[0].is_copy)
+            and (lane.waiting[0].after is None or self._passed(lane.waiting[0].after))
         ]
+        if not ready:
+            assert self.stuck, "streams wait for one another"
+            return False
         lane = self._random.choice(ready)
         operation = lane.waiting[0]
         if operation.steps:
@@ -173,6 +195,13 @@ class FakeGpu:
         if not operation.steps:
             lane.waiting.popleft()
             lane.done += 1
+        return True
+
+    def _may(self, method: str, code: int = errno.EIO) -> None:
+        with self._lock:
+            if self.refusals[method] > 0:
+                self.refusals[method] -= 1
+                raise GpuError(code, f"{method} is refused")
 
     def _check(self, address: int, size_bytes: int) -> None:
         for start, space in self._spaces.items():

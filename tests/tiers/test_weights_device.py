@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +180,105 @@ def test_copies_are_counted_where_pages_are(rigs: Callable[..., Rig]) -> None:
     jobs = [slot.job for slot in rig.ring._slots if slot.job is not None]
     assert rig.mover.wait_for(jobs, SOON_S)
     assert rig.mover.statistics()[Link.HOST_TO_DEVICE].total_bytes == 3 * RECORD
+
+
+def test_a_copy_that_does_not_end_ends_the_wait_at_the_deadline(rigs: Callable[..., Rig]) -> None:
+    rig = rigs("hhhh")
+    rig.gpu.stuck = True
+    start_s = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(WeightsLost, match="has not ended in time"):
+            rig.use(0, within_s=0.05)
+    with pytest.raises(WeightsLost, match="does not answer"):
+        rig.use(3, within_s=0.05)  # all slots are being filled
+    assert time.monotonic() - start_s < SOON_S
+    rig.gpu.unstick()
+    for number in range(4):
+        rig.use(number)
+    assert rig.ring.statistics().lost == 3
+
+
+def test_a_driver_that_hangs_holds_up_nobody_beyond_the_deadline(
+    rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, let_go = rigs("hhhh"), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.gpu, "copy", lambda *_: let_go.wait(SOON_S))
+        with pytest.raises(WeightsLost, match="has not ended in time"):
+            rig.use(0, within_s=0.05)
+        assert rig.ring.statistics().lost == 1 and not let_go.is_set()
+    let_go.set()
+    assert rig.ring.rest(SOON_S)
+
+
+def test_a_full_queue_ends_the_wait_at_once(rigs: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rigs("hhhhh")
+    for number in range(3):
+        rig.use(number)
+    rig.gpu.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.mover, "submit", lambda *_: False)
+        with pytest.raises(WeightsLost, match="queue of the link to the card is full"):
+            rig.use(4, within_s=float("inf"))
+            rig.use(0, within_s=float("inf"))
+            rig.use(1, within_s=float("inf"))
+    rig.use(0)
+
+
+def test_a_stuck_copy_keeps_its_memory_until_it_has_ended(rigs: Callable[..., Rig]) -> None:
+    rig = rigs("hh", slots=2)
+
+    class Memory:
+        pass
+
+    slots, source = [Memory(), Memory()], pinned_array(rig.gpu, RECORD)
+    alive = [weakref.ref(slot) for slot in slots]
+    records = [Record("a", RECORD, source), rig.record(1, "h")]
+    ring = DeviceRing(rig.gpu, rig.compute, rig.mover, records, rig.rows, owners=slots)
+    registered = len(rig.gpu.registered)
+    rig.gpu.stuck = True
+    with pytest.raises(WeightsLost):
+        ring.take(0, time.monotonic() + 0.01)
+    assert not ring.rest(0.01) and not ring.close(0.01)
+    job = ring._slots[0].job
+    assert job is not None
+    del ring, slots, source, records
+    gc.collect()
+    assert alive[0]() is not None and len(rig.gpu.registered) == registered  # although nobody else knows of it
+    rig.gpu.unstick()
+    assert rig.mover.wait_for([job], SOON_S)
+    del job
+    gc.collect()
+    assert alive[0]() is None and len(rig.gpu.registered) == registered - 2
+
+
+def test_a_copy_whose_end_nobody_saw_counts_as_running_until_somebody_does(rigs: Callable[..., Rig]) -> None:
+    rig = rigs("hhh", overlap=False)
+    rig.gpu.refusals.update(copy=1, synchronize=2)
+    with pytest.raises(WeightsLost, match="copy is refused"):
+        rig.use(0)
+    assert not rig.ring.rest(SOON_S) and not rig.gpu.refusals["synchronize"]
+    assert rig.ring.rest(SOON_S)
+    for number in range(3):
+        rig.use(number)
+
+
+@pytest.mark.parametrize("places", ["hhhhh", "ddddd", "hdhdd"])
+def test_the_end_of_a_pass_starts_the_next_one(rigs: Callable[..., Rig], places: str) -> None:
+    rig = rigs(places)
+    rig.ring.begin()
+    for number in range(5):
+        rig.use(number)
+    until_s = time.monotonic() + SOON_S
+    while {slot.number for slot in rig.ring._slots} != {0, 1, 2}:  # those of the disk as they come
+        assert time.monotonic() < until_s
+        rig.ring.end()
+    assert rig.mover.wait_for([slot.job for slot in rig.ring._slots if slot.job is not None], SOON_S)
+    hits = sum(rig.ring.hits)
+    rig.ring.begin()
+    for number in range(3):
+        rig.use(number)
+    assert sum(rig.ring.hits) == hits + 3
 
 
 def test_slots_too_small_are_refused() -> None:

@@ -9,6 +9,14 @@ from tierd.daemon.engine.model.experts import StreamedExperts
 from tierd.daemon.engine.model.weights_status import WeightRow, WeightsStatus
 from tierd.kernels.cpu.weights import DecoderShape, Ints, Part, Rows
 
+WEIGHTS_TIMEOUT_S = 60.0  # for one layer to come, or the rows of an embedding
+
+
+class NotMoved(Exception):
+    """Weights stay where they are, for now: there is no memory, or something does not end. The text says what, with
+    numbers. Passes go on.
+    """
+
 
 class HeldWeights(Protocol):
     """`ModelWeights` on the CPU, `CardWeights` on a card. Threading: the step thread's, once it is built."""
@@ -69,11 +77,15 @@ class HeldWeights(Protocol):
         ...
 
     def retarget(self, memory_bytes: int) -> None:
-        """Between passes: so much memory from now on. Raises DoesNotFit, ModelInvalid; nothing changes then."""
+        """Between passes: so much memory from now on. Raises DoesNotFit, ModelInvalid, NotMoved; nothing changes
+        then."""
         ...
 
     def settle(self) -> bool:
-        """Between passes: brings one record to its place. False when nothing is left to do. Raises ModelInvalid."""
+        """Between passes: brings one record to its place. False when nothing is left to do.
+
+        Raises ModelInvalid, and NotMoved where records stay as they are from now on.
+        """
         ...
 
     def close(self) -> None:

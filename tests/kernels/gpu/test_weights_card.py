@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import json
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from tests.daemon.engine.live import Live
-from tests.daemon.engine.vocabularies import byte_level
-from tests.kernels.gpu.cases import aligned
+from tests.kernels.gpu.card_bench import Bench, Memory, least_bytes, prepared
 from tests.tiers.fake_gpu import FakeGpu
-from tierd.daemon.engine import assemble
+from tierd.daemon.engine import assemble, backend_cuda
 from tierd.daemon.engine.backend_cuda import CudaBackend
-from tierd.daemon.engine.batch import Batch
-from tierd.daemon.engine.model import rope
-from tierd.daemon.engine.model.passing import Card
-from tierd.daemon.engine.model.weights_card import CardWeights
 from tierd.daemon.engine.model.weights_status import WeightsStatus
-from tierd.daemon.engine.runner import Runner
+from tierd.daemon.engine.tend import resize
+from tierd.daemon.errors import EngineFailed, OutOfSpace
 from tierd.daemon.models.catalog import load_manifest
-from tierd.daemon.models.importer import import_model
-from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import place_on_card
 from tierd.kernels.gpu.decoder import GpuDecoder
-from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block
 from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock
 from tierd.tiers.mover import Disturbance, Mover
@@ -38,14 +29,13 @@ from tierd.tiers.mover import Disturbance, Mover
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
 ASKS = [{"tokens": [7, 9], "max_tokens": 3}]
-LAYERS, WIDTH, VOCAB = 4, 32, 320
 
 
 class FakeCard(CudaBackend):
     """Kernels under the interpreter; copies are late, in any order, and poison what they fill."""
 
-    def __init__(self, gpu: FakeGpu, note: Callable[[str], None]) -> None:
-        super().__init__(gpu, note, device=torch.device("cpu"), capture=lambda _device: None)
+    def __init__(self, gpu: FakeGpu, note: Callable[[str], None], memory: Memory | None = None) -> None:
+        super().__init__(gpu, note, device=torch.device("cpu"), capture=lambda _device: None, allocate=memory)
 
     def mover(self, wake: Callable[[], None]) -> Mover:
         before = Disturbance(1, 0.001, fill=self._copies.poison)
@@ -58,90 +48,6 @@ class FakeCard(CudaBackend):
     def host_block(self, size_bytes: int, max_bytes: int, record_bytes: int) -> Block:
         self._blocks.append(PinnedBlock(self._gpu, size_bytes, size_bytes, record_bytes))
         return self._blocks[-1]
-
-
-def prepared(directory: Path, format: str) -> Path:
-    source, models = directory / "source", directory / "models"
-    source.mkdir()
-    models.mkdir()
-    write_llama(source)
-    import_model(source, models, "tiny", format, lambda _stage, _done, _total: None)
-    return models / "tiny"
-
-
-def write_llama(directory: Path) -> None:
-    """A random model as transformers would save it, which is slow to import."""
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": WIDTH,
-        "intermediate_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "silu",
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-    byte_level()._tokenizer.save(str(directory / "tokenizer.json"))
-    rng = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)
-    }  # fmt: skip
-    for layer in range(LAYERS):
-        for name, rows in (("q", 32), ("k", 16), ("v", 16), ("o", WIDTH)):
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, WIDTH)
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = (rows,)
-        for name in ("gate", "up", "down"):
-            shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (WIDTH, WIDTH)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{name}.weight"] = (WIDTH,)
-    tensors = {name: (rng.standard_normal(shape) * 0.3).astype(np.float32) for name, shape in shapes.items()}
-    save_file(tensors, directory / "model.safetensors")
-
-
-class Bench:
-    """Passes of one row over weights of a card, without an engine around them."""
-
-    def __init__(self, model: Path, device_bytes: int | None, host_bytes: int | None) -> None:
-        self.gpu = FakeGpu(5)
-        self.manifest = load_manifest(model)
-        spec = self.manifest.spec
-        self.mover = Mover(3, before=Disturbance(5, 0.001))
-        card = Card(
-            self.gpu, self.gpu.new_stream(), torch.device("cpu"), torch.bfloat16, None, self.gpu.synchronize
-        )
-        self.weights = CardWeights(
-            model, self.manifest, device_bytes, host_bytes, card, self.mover, lambda _done, _total: None
-        )
-        layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, "bf16")
-        tables = rope.tables(rope.frequencies(spec, 16), 16)
-        self.decoder = GpuDecoder(
-            self.weights.shape, self.weights.layers, self.weights.ends, layout, *tables, 8, torch.bfloat16,
-            embed_rows=self.weights.embed_rows if self.weights.ends.embed is None else None,
-        )  # fmt: skip
-        self.weights.attach(self.decoder)
-        self.page = aligned(layout.record_bytes, torch.uint8).numpy()
-        self.runner = Runner(self.decoder, layout, [self.page], weights=self.weights)
-
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.weights.close()
-        self.mover.close()
-        # A real card has copies; this one, whose memory is the computer's, has views of what it was loaded from.
-        del self.decoder, self.runner
-        gc.collect()  # arrays that are registered as long as they live
-        assert not self.gpu.registered
-
-    def step(self, token: int, position: int) -> np.ndarray:
-        one, zero = np.array([token], np.int32), np.zeros(1, np.int32)
-        where = np.array([self.page.ctypes.data], np.int64)
-        return self.runner.run(
-            Batch(one, np.array([position], np.int32), zero, where, np.array([0, 1], np.int32), zero)
-        )
-
-
-def least_bytes(model: Path, **more: bool) -> int:
-    with pytest.raises(DoesNotFit) as caught:
-        place_on_card(load_manifest(model), 1, None, **more)
-    return caught.value.needed_bytes
 
 
 def test_a_pass_has_the_bits_of_one_over_resident_weights(tmp_path: Path) -> None:
@@ -163,27 +69,10 @@ def test_a_pass_has_the_bits_of_one_over_resident_weights(tmp_path: Path) -> Non
         assert {row.tier for row in bench.weights.rows()} == {"device", "host", "nvme"}
 
 
-@pytest.mark.long
-def test_layers_move_between_passes(tmp_path: Path) -> None:
-    model = prepared(tmp_path, "bf16")
-    with Bench(model, None, None) as bench:
-        wanted, least = bench.step(7, 0), least_bytes(model, embed_on_card=True)
-        everything = bench.weights.memory_bytes
-        for memory in (least, everything - 1, everything):
-            bench.weights.retarget(memory)
-            while bench.weights.settle():
-                assert np.array_equal(bench.step(7, 0), wanted)
-            assert bench.weights.memory_bytes <= memory and np.array_equal(bench.step(7, 0), wanted)
-            assert bench.weights.streams == (memory < everything)
-        with pytest.raises(DoesNotFit):
-            bench.weights.retarget(least - 1)
-        assert np.array_equal(bench.step(7, 0), wanted)
-
-
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Live]:
-    def make(model: Path, **sizes: Any) -> Live:
-        monkeypatch.setattr(assemble, "choose", lambda _threads, note, *_: FakeCard(FakeGpu(3), note))
+    def make(model: Path, memory: Memory | None = None, **sizes: Any) -> Live:
+        monkeypatch.setattr(assemble, "choose", lambda _threads, note, *_: FakeCard(FakeGpu(3), note, memory))
         return Live(
             model, tmp_path, device=4, host=2, nvme=0, kv_format="bf16", max_batch_rows=8, max_streams=2, **sizes
         )
@@ -217,3 +106,50 @@ def test_streamed_layers_give_the_tokens_of_those_that_stay(live: Callable[..., 
             assert found.device_bytes + found.host_bytes + found.nvme_bytes == manifest.bytes
             assert found.copied_bytes > 0 and (found.read_bytes > 0) == (found.nvme_bytes > 0) == (host is not None)
             assert any("layers are copied to the card in every step" in note for note in running.engine.notes)
+
+
+@pytest.mark.long
+def test_a_resize_that_fails_leaves_the_answers_as_they_are(live: Callable[..., Live], tmp_path: Path) -> None:
+    model = prepared(tmp_path, "bf16")
+    memory = Memory()
+    with live(model, memory) as running:
+        wanted = answers(running)
+        least = least_bytes(model, embed_on_card=True)
+        memory.left = 1
+        number = running.submit(tokens=[7, 9], max_tokens=24)
+        with pytest.raises(OutOfSpace, match="the weights stay as they were: the card has .* free, .* are needed"):
+            asyncio.run(resize(running.engine, {"weights_bytes": least}))
+        memory.left = None
+        tokens, end = running.collect(number)[number]
+        assert end.ev == "done" and tokens[:3] == wanted and answers(running) == wanted
+        assert not running.engine.weights.streams and not running.deaths
+        asyncio.run(resize(running.engine, {"weights_bytes": least}))
+        assert running.engine.weights.streams and answers(running) == wanted
+        memory.left = 1
+        with pytest.raises(OutOfSpace, match="not all weights came to their places, .* have; the others go on being"):
+            asyncio.run(resize(running.engine, {"weights_bytes": load_manifest(model).bytes * 2}))
+        assert running.engine.weights.streams and answers(running) == wanted and not running.deaths
+
+
+def test_a_layer_that_does_not_come_ends_the_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = prepared(tmp_path, "bf16")
+    monkeypatch.setattr(backend_cuda, "WEIGHTS_TIMEOUT_S", 0.05)
+    warm_up = GpuDecoder.warm_up
+
+    def stuck(self: GpuDecoder, *args: Any) -> None:
+        cards[0].stuck = True
+        try:
+            warm_up(self, *args)
+        finally:
+            cards[0].unstick()
+
+    monkeypatch.setattr(GpuDecoder, "warm_up", stuck)
+    cards = [FakeGpu(3)]
+    monkeypatch.setattr(assemble, "choose", lambda _threads, note, *_: FakeCard(cards[0], note))
+    with pytest.raises(EngineFailed, match="the first pass could not be computed: weights layer"):
+        Live(
+            model, tmp_path, device=4, nvme=0, kv_format="bf16", weights_bytes=least_bytes(model), max_batch_rows=8,
+            max_streams=2,
+        ).__enter__()  # fmt: skip

@@ -68,8 +68,8 @@ fix: $(VENV)/.dev-ready
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev-ready .cache/test-models/smollm2-135m/manifest.json
-	$(TEST_ENV) $(BIN)/python tests/bench/kernels.py
-	$(TEST_ENV) $(BIN)/python tests/bench/peers.py
+	$(TEST_ENV) $(BIN)/python -m tests.bench.kernels
+	$(TEST_ENV) $(BIN)/python -m tests.bench.peers
 
 # On a machine with a CUDA card: correctness, rooflines, end to end, within five minutes.
 gpu: $(VENV)/.dev-ready

@@ -1,6 +1,6 @@
 """tierd, llama.cpp and transformers side by side: same GGUF, same token ids, same number of threads, one run.
 
-    python tests/bench/peers.py [--rounds 3] [--threads 2] [--json FILE] [--skip transformers]
+    python -m tests.bench.peers [--rounds 3] [--threads 2] [--json FILE] [--skip transformers]
 
 tierd is measured through its socket, as a client sees it. llama.cpp is measured through `llama-cpp-python` in this
 process (install it to include it), which is kinder to it than a server would be. Rounds alternate between the peers, so

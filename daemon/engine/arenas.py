@@ -12,6 +12,7 @@ from tierd.daemon.engine.memory_check import flag_of
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.plan.workspace import copies_needed
 from tierd.daemon.units import human_bytes
@@ -42,11 +43,11 @@ class Copies(NamedTuple):
 def ladders(config: EngineConfig, layout: PageLayout, limits: Limits, backend: Backend) -> Copies | None:
     """What a ladder needs; None without one.
 
-    Raises BadConfig on a card, and if there is no memory for them.
+    Raises BadConfig where the backend has no ladders, and if there is no memory for them.
     """
     if not config.kv_exact_last:
         return None
-    if backend.on_card:
+    if Kind.LADDER not in backend.modes:
         raise BadConfig(
             "exact tokens beside packed pages are not there on the card yet", hint="leave kv_exact_last out",
             param="kv_exact_last",

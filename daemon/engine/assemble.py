@@ -40,6 +40,7 @@ from tierd.daemon.engine.turns import FILE_NAME as TURNS_NAME
 from tierd.daemon.engine.turns import Turns
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, ModelInvalid
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
@@ -143,7 +144,8 @@ def _build(
     host_slots = config.host_bytes // layout.record_bytes
     context = _context(config.context or manifest.context, manifest)
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
-    window = 0 if backend.on_card or not all(spec.windows) else max(spec.windows, default=0)  # a card has no bounds
+    bounded = all(spec.windows) and Kind.WINDOW in backend.modes
+    window = max(spec.windows, default=0) if bounded else 0
     limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput, window=window)
     frequencies = rope.frequencies(spec, context)
     stored = stored_layout(config, layout, manifest.name)
@@ -222,7 +224,7 @@ def _facts(
         end_ids=frozenset(manifest.eos_ids),
         bos_id=manifest.bos_id, add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
-        bounded=not backend.on_card, windows=windows, ladder=ladder,
+        modes=backend.modes, windows=windows, ladder=ladder,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 

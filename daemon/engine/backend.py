@@ -6,7 +6,7 @@ another copy, the runner another decoder. This module and the CPU's backend load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Decoder
 from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import Manifest
 from tierd.kernels.cpu.step import Angles, CpuDecoder
@@ -48,7 +49,12 @@ class Backend(Protocol):
 
     @property
     def on_card(self) -> bool:
-        """Whether a card computes: it rounds differently, and takes no bounded modes."""
+        """Whether a card computes: it rounds differently."""
+        ...
+
+    @property
+    def modes(self) -> Set[Kind]:
+        """The memory modes that its decoder has."""
         ...
 
     @property
@@ -118,6 +124,10 @@ class CpuBackend:
     @property
     def on_card(self) -> bool:
         return False
+
+    @property
+    def modes(self) -> Set[Kind]:
+        return frozenset(Kind)
 
     @property
     def device_memory(self) -> tuple[int, int]:

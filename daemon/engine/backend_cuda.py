@@ -5,7 +5,7 @@ Imported only where there is a driver: it loads torch and Triton, which take sec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.passing import Card
 from tierd.daemon.engine.model.weights_card import CardWeights
 from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.models.catalog import Manifest
 from tierd.kernels.cpu.step import Angles
 from tierd.kernels.gpu.decoder import GpuDecoder
@@ -33,6 +34,7 @@ Floats = npt.NDArray[np.float32]
 # Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
 COPY_THREADS = 6
 PIN_TIMEOUT_S = 600.0
+MODES: frozenset[Kind] = frozenset()  # what `GpuDecoder` has
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
 
 
@@ -81,6 +83,10 @@ class CudaBackend:
     @property
     def on_card(self) -> bool:
         return True
+
+    @property
+    def modes(self) -> Set[Kind]:
+        return MODES
 
     @property
     def device_memory(self) -> tuple[int, int]:

@@ -138,6 +138,47 @@ def check_bounds(batch: Batch, bounds: Ints, context: int, far: bool, page_token
     _check_range("positions", batch.positions, MAX_POSITION if far else context)
 
 
+class Placed(NamedTuple):
+    """A checked batch as the kernels take it: positions count from where each sequence's pages begin, and those pages
+    begin at `page_offsets`, behind the ones with sinks.
+
+    Each of `records` [rows, 5] is of one row: the window that it has beside its layer's (0: none), sinks that it sees,
+    the position they are seen from, its own position, and the row of the tables with its angles; below 0 it is row
+    -1 - angles of tables for the `far` positions alone. None: nobody is bounded.
+    """
+
+    batch: Batch
+    records: Ints | None = None
+    sink_offsets: Ints | None = None  # [sequences]
+    far: Ints | None = None
+    exact: Exact | None = None
+
+
+def place(batch: Batch, bounds: Ints | None, vocab: int, context: int, max_rows: int, has_far: bool) -> Placed:
+    """Checks a batch (see `check_batch`, `check_bounds`) and resolves its bounds."""
+    if bounds is None:
+        check_batch(batch, vocab, context, max_rows)
+        return Placed(batch)
+    check_rows(batch, vocab, max_rows)
+    check_bounds(batch, bounds, context, has_far)
+    window, sinks, lead, base = np.ascontiguousarray(bounds.T)
+    local = batch.positions - base[batch.row_seq]
+    check_positions(batch._replace(positions=local + PAGE_TOKENS * lead[batch.row_seq]), 2 * MAX_POSITION)
+    starts = batch.page_offsets.copy()
+    starts[:-1] += lead
+    row_window, row_sinks = window[batch.row_seq], sinks[batch.row_seq]
+    seen_from = row_sinks + row_window - 1
+    shifted = (row_sinks == 0) | (batch.positions > seen_from)
+    far = np.flatnonzero(batch.positions >= context)
+    angles = batch.positions.copy()
+    angles[far] = -1 - np.arange(len(far), dtype=np.int32)
+    columns = (row_window * shifted, row_sinks * shifted, seen_from, batch.positions, angles)
+    return Placed(
+        batch._replace(positions=local, page_offsets=starts), np.stack(columns, 1, dtype=np.int32),
+        batch.page_offsets[:-1].copy(), batch.positions[far],
+    )  # fmt: skip
+
+
 def check_vector(name: str, array: NDArray[np.integer], dtype: type[np.integer]) -> None:
     """Raises ValueError unless it is a contiguous vector of that type."""
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:

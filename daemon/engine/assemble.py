@@ -144,8 +144,7 @@ def _build(
     host_slots = config.host_bytes // layout.record_bytes
     context = _context(config.context or manifest.context, manifest)
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
-    bounded = all(spec.windows) and Kind.WINDOW in backend.modes
-    window = max(spec.windows, default=0) if bounded else 0
+    window = max(spec.windows, default=0) if all(spec.windows) and Kind.WINDOW in backend.modes else 0
     limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput, window=window)
     frequencies = rope.frequencies(spec, context)
     stored = stored_layout(config, layout, manifest.name)

@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float32]
 # Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
 COPY_THREADS = 6
 PIN_TIMEOUT_S = 600.0
-MODES: frozenset[Kind] = frozenset()  # what `GpuDecoder` has
+MODES = frozenset({Kind.WINDOW, Kind.SINKS})  # what `GpuDecoder` has
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
 
 
@@ -150,13 +150,13 @@ class CudaBackend:
         progress: Callable[[int, int], None],
         far: Angles | None = None,
     ) -> GpuDecoder:
-        """`far` is for bounded modes, which are refused where a card computes."""
         if not isinstance(weights, CardWeights):
             raise ValueError("draft models are not computed on a card yet")
         decoder = GpuDecoder(
             weights.shape, weights.layers, weights.ends, layout, cos, sin, max_rows, weights.dtype,
             capture=self._capture(self._device), stream=self._stream, note=self._note,
             embed_rows=weights.embed_rows if weights.ends.embed is None else None,
+            far=far,
         )  # fmt: skip
         weights.attach(decoder)
         decoder.warm_up(progress, partial(weights.layer, deadline_s=float("inf")))

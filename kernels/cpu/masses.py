@@ -20,7 +20,6 @@ from numba import njit
 from numpy.typing import NDArray
 
 from tierd.kernels.cpu.attention_step import STEP_TOKENS
-from tierd.kernels.cpu.batch import Placed
 from tierd.kernels.cpu.microkernel import tile_product
 from tierd.kernels.cpu.pages import FP32, widen_keys
 from tierd.kernels.cpu.simd import (
@@ -43,7 +42,7 @@ from tierd.kernels.cpu.simd import (
 )
 from tierd.kernels.cpu.team import finish, take, wait_for
 from tierd.kernels.layout import PAGE_TOKENS
-from tierd.kernels.rows import Ints, check_vector
+from tierd.kernels.rows import Ints, Placed, check_vector
 
 MASSES_PHASES = 1
 _LANES = 8

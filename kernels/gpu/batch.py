@@ -1,7 +1,8 @@
 """The rows of a pass as the card's kernels want them: those that decode first, then the chunks; all checked.
 
 Plain numpy: nothing here needs a card. Sequences with one row are *decode* rows, whose attention is split along the
-sequence; those with more are chunks, for `extend`.
+sequence; those with more are chunks, for `extend`. Rows with a bound (`kernels.rows.Bound`) count their tokens from
+where the pages begin that they are given; sinks are pages of their own, which rows share.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.kernels.layout import PageLayout
-from tierd.kernels.rows import Batch, Ints, check_batch
+from tierd.kernels.layout import PAGE_TOKENS, PageLayout
+from tierd.kernels.rows import Batch, Ints, Placed, place
 
 Addresses = NDArray[np.int64]
+_NOBODY = np.empty(0, np.int32)
 ALIGN_BYTES = 64  # of a record's address: what the kernels' vector loads are told
 
 
@@ -29,6 +31,21 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
+class Sinks:
+    """The sinks that the rows of a pass see, in their new order; all empty where nobody sees any."""
+
+    offsets: Ints  # [R] where the pages of each row's begin
+    lengths: Ints  # [R] tokens, 0 for a row that sees none
+    seen_from: Ints  # [R] the position that a row's query is turned back to for them
+    places: NDArray[np.int64]  # of the caller's pages, those of a sequence once
+
+    @property
+    def max_pages(self) -> int:
+        """Of one row."""
+        return -(-int(self.lengths.max(initial=0)) // PAGE_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
 class Arranged:
     """One pass. R rows in a new order, D of them decode, C chunks, S spans, L logits.
 
@@ -36,11 +53,13 @@ class Arranged:
     """
 
     tokens: Ints  # [R]
-    positions: Ints  # [R]
+    positions: Ints  # [R] in the text
+    angles: Ints  # [R] of the tables: which row has a row's angles; those of `far` lie behind the others
+    windows: Ints  # [R] that it has beside its layer's, 0 for none
     decode_offsets: Ints  # [D + 1]
-    decode_lengths: Ints  # [D] tokens seen, the row's own included
+    decode_lengths: Ints  # [D] tokens it is given, its own included
     chunk_offsets: Ints  # [C + 1]
-    chunk_lengths: Ints  # [C] tokens before the chunk
+    chunk_lengths: Ints  # [C] tokens that it is given before the chunk
     chunk_rows: Ints  # [C + 1] first row of each, counted from row D
     decode_places: NDArray[np.int64]  # of the caller's pages, [decode pages]
     chunk_places: NDArray[np.int64]  # [chunk pages]
@@ -48,6 +67,8 @@ class Arranged:
     spans: Ints  # [S, 3] first row, first token in its page, tokens
     logit_rows: Ints  # [L] in the new order
     new_rows: Ints  # [R] where each row of the caller's went
+    sinks: Sinks
+    far: Ints  # positions beyond the tables
 
     def with_logits(self, rows: Ints) -> Arranged:
         """The same pass with logits of other rows."""
@@ -76,11 +97,12 @@ class Arranged:
 
 def arrange(
     tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, page_tokens: int,
-    vocab: int, context: int, max_rows: int,
+    vocab: int, context: int, max_rows: int, bounds: Ints | None = None, has_far: bool = False,
 ) -> Arranged:  # fmt: skip
     """Arranges a pass, see `GpuDecoder.forward`. Raises ValueError for rows that don't fit one another or the model."""
-    batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
-    check_batch(batch, vocab, context, max_rows, page_tokens)
+    placed = place(
+        Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds, vocab, context, max_rows, has_far
+    )
     first = np.flatnonzero(np.concatenate([[True], row_seq[1:] != row_seq[:-1]]))
     counts = np.diff(first, append=len(tokens))
     steps = np.arange(len(tokens)) - np.repeat(first, counts)
@@ -94,13 +116,15 @@ def arrange(
     order = np.repeat(first - starts[:-1], counts) + np.arange(len(tokens))
     new_row = np.empty(len(tokens), np.int32)
     new_row[order] = np.arange(len(tokens), dtype=np.int32)
-    begin, tables = positions[first], page_offsets[sequence]
+    begin, tables = placed.batch.positions[first], placed.batch.page_offsets[sequence]
     held = np.where(counts == 1, begin // page_tokens + 1, -(-begin // page_tokens))  # pages that are read
     decode, chunks = slice(0, decode_count), slice(decode_count, None)
     spans, span_places = _spans(starts[:-1], begin, counts, tables, page_tokens)
     return Arranged(
         tokens=tokens[order],
         positions=positions[order],
+        angles=_angles(placed, context)[order],
+        windows=np.zeros(len(order), np.int32) if placed.records is None else placed.records[order, 0],
         decode_offsets=_ends(held[decode]),
         decode_lengths=(begin[decode] + 1).astype(np.int32),
         chunk_offsets=_ends(held[chunks]),
@@ -112,6 +136,8 @@ def arrange(
         spans=spans,
         logit_rows=new_row[logit_rows],
         new_rows=new_row,
+        sinks=_sinks(placed, order),
+        far=_NOBODY if placed.far is None else placed.far,
     )
 
 
@@ -143,6 +169,24 @@ def range_of(memory: Any) -> Range:
             raise ValueError(f"memories must be contiguous, got strides {memory.strides}")
         return Range(int(memory.ctypes.data), memory.nbytes)
     return Range(memory.address, memory.nbytes)
+
+
+def _angles(placed: Placed, context: int) -> Ints:
+    """The row of the tables of each row, those beyond them counted on."""
+    if placed.records is None:
+        return placed.batch.positions
+    angles = placed.records[:, 4]
+    return np.where(angles < 0, context - 1 - angles, angles)
+
+
+def _sinks(placed: Placed, order: NDArray[Any]) -> Sinks:
+    if placed.records is None or placed.sink_offsets is None or not placed.records[:, 1].any():
+        return Sinks(_NOBODY, _NOBODY, _NOBODY, np.empty(0, np.int64))
+    sequence, lengths = placed.batch.row_seq[order], placed.records[order, 1]
+    held = np.zeros(len(placed.sink_offsets), np.int64)
+    np.maximum.at(held, sequence, -(-lengths // PAGE_TOKENS))
+    starts = (np.cumsum(held) - held).astype(np.int32)
+    return Sinks(starts[sequence], lengths, placed.records[order, 2], _places(placed.sink_offsets, held))
 
 
 def _spans(

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tierd.kernels.gpu.angles import AngleTables
+from tierd.kernels.gpu.attention import Turned, attend
 from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, range_of
-from tierd.kernels.gpu.decode import plan_decode
-from tierd.kernels.gpu.extend import plan_extend
-from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
+from tierd.kernels.gpu.fused import Rotated, plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
 from tierd.kernels.gpu.inputs import Inputs, Sizes
 from tierd.kernels.gpu.layers import Ends, GpuLayer
@@ -30,7 +30,7 @@ from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Ints
 
 if TYPE_CHECKING:
-    from tierd.kernels.cpu.step import DecoderShape
+    from tierd.kernels.cpu.step import Angles, DecoderShape
 
 Floats = NDArray[np.float32]
 
@@ -76,6 +76,7 @@ class GpuDecoder:
         stream: that everything is launched on; None for the caller's current one.
         note: told what a user should know.
         embed_rows: the embedding's rows for tokens, fp32 [tokens, hidden], where it is not on the device.
+        far: angles of positions beyond the tables, for rows with sinks; None: there are none.
 
     Threading: one pass at a time, all from one thread. Raises ValueError for shapes that don't fit.
     """
@@ -95,6 +96,7 @@ class GpuDecoder:
         stream: torch.cuda.Stream | None = None,
         note: Callable[[str], None] = lambda text: None,
         embed_rows: Callable[[Ints], Floats] | None = None,
+        far: Angles | None = None,
     ) -> None:
         if (ends.embed is None) != (embed_rows is not None):
             raise ValueError("the embedding lies on the card, or its rows are given: one of them")
@@ -107,8 +109,7 @@ class GpuDecoder:
         self.device = ends.final_norm.device
         self._base = base_of(layout, self.device)
         self._page_dtype = value_dtype(layout, dtype)
-        tables = (torch.from_numpy(np.ascontiguousarray(table, np.float32)) for table in (cos, sin))
-        self._cos, self._sin = (table.to(self.device) for table in tables)
+        self._angles = AngleTables(cos, sin, max_rows, far, self.device)
         self._embed_rows, self._capture, self._note = embed_rows, capture, note
         self._graphs: Graphs[_Passed] = Graphs(self._inputs, capture, note)
         self._stream = stream
@@ -122,7 +123,8 @@ class GpuDecoder:
 
     def forward(
         self, memories: Sequence[Any], tokens: Ints, positions: Ints, row_seq: Ints, pages: Addresses,
-        page_offsets: Ints, logit_rows: Ints, *, between: Callable[[], None] | None = None,
+        page_offsets: Ints, logit_rows: Ints, bounds: Ints | None = None, between: Callable[[], None] | None = None,
+        observed: Ints | None = None,
     ) -> Floats:  # fmt: skip
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
@@ -132,12 +134,12 @@ class GpuDecoder:
         """
         self._require_all()
         if between is not None:
-            self.start(tokens, positions, row_seq, page_offsets, logit_rows)
+            self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, observed)
             for layer in range(len(self._layers)):
                 between()
                 self.layer(layer, memories, pages)
             return self.finish()
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed)
         check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
         self._open = None
         with torch.cuda.stream(self._stream):
@@ -149,7 +151,7 @@ class GpuDecoder:
     ) -> Ints:  # fmt: skip
         """As `forward`, and draws on the card: a token for each row of logits, -1 where they are not finite."""
         self._require_all()
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, None, None)
         check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
         self._open = None
         with torch.cuda.stream(self._stream):
@@ -159,12 +161,13 @@ class GpuDecoder:
             return drawn
 
     def start(
-        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, rows: None = None
-    ) -> None:
+        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, rows: None = None,
+        bounds: Ints | None = None, observed: Ints | None = None,
+    ) -> None:  # fmt: skip
         """Opens a pass that is computed layer by layer. Arguments and errors as for `forward`."""
         if rows is not None:
             raise ValueError("the card finds the rows of the embedding itself: none are handed in")
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed)
         with torch.cuda.stream(self._stream):
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, np.zeros(int(page_offsets[-1]), np.int64))
@@ -258,13 +261,16 @@ class GpuDecoder:
     # -- one pass ---------------------------------------------------------------------------------------------------
 
     def _arranged(
-        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints
-    ) -> Arranged:
+        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints,
+        bounds: Ints | None, observed: Ints | None,
+    ) -> Arranged:  # fmt: skip
         if not self._layers:
             raise ValueError("the decoder is closed")
+        if observed is not None:
+            raise ValueError("rows are not observed on a card yet")
         return arrange(
             tokens, positions, row_seq, page_offsets, logit_rows, self.layout.page_tokens, self.shape.vocab,
-            self.context, self.max_rows,
+            self.context, self.max_rows, bounds, self._angles.has_far,
         )  # fmt: skip
 
     def _require_all(self) -> None:
@@ -277,6 +283,7 @@ class GpuDecoder:
 
     def _load(self, inputs: Inputs, arranged: Arranged, pages: Addresses) -> None:
         inputs.load(arranged, pages)
+        self._angles.load(arranged.far)
         if self._embed_rows is not None:
             inputs.load_rows(torch.from_numpy(self._embed_rows(arranged.tokens)))
 
@@ -284,7 +291,9 @@ class GpuDecoder:
         """Logits, on the card: [logits, vocab] in the order of the caller's."""
         bucket = None
         if arranged.decode_rows == len(arranged.tokens):
-            bucket = Graphs.bucket(arranged.decode_rows, arranged.max_decode_pages)
+            bucket = Graphs.bucket(
+                arranged.decode_rows, arranged.max_decode_pages, arranged.sinks.max_pages
+            )
         if bucket is None:
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, pages)
@@ -326,25 +335,22 @@ class GpuDecoder:
         return product_plan(plan_swiglu(both).run(), layer.down, layer.down_bias).run(), residual
 
     def _attend(self, index: int, layer: GpuLayer, normed: Tensor, inputs: Inputs) -> Tensor:
-        shape, layout, sizes = self.shape, self.layout, inputs.sizes
+        shape, layout = self.shape, self.layout
         fused = product_plan(normed, layer.qkv, layer.qkv_bias, self._page_dtype).run()
         qkv = fused.view(len(fused), -1, shape.head_dim)
-        turned = plan_rotate(
-            qkv, shape.heads, shape.kv_heads, self._cos, self._sin, inputs.positions, layer.qk_norms, shape.norm_eps
-        ).run()
-        queries, keys, values = turned.queries, turned.keys, qkv[:, shape.heads + shape.kv_heads :]
+        queries, keys = self._rotated(layer, qkv, shape.kv_heads, inputs.angles)
+        values = qkv[:, shape.heads + shape.kv_heads :]
+        sink_queries = self._rotated(layer, qkv, 0, inputs.seen_from).queries if inputs.sizes.sink_rows else None
         plan_write(keys, values, inputs.spans(layout), index).run()
-        window, first, parts = shape.windows[index], sizes.decode_rows, []
-        if first:
-            parts.append(plan_decode(queries[:first], inputs.decode_table(layout), index, window=window).run().out)
-        if sizes.chunks:
-            new = plan_extend(
-                queries[first:], keys[first:], values[first:], inputs.chunk_rows, sizes.max_chunk_rows,
-                inputs.chunk_table(layout), index, window=window,
-            ).run()  # fmt: skip
-            parts.append(new.out)
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        turned = Turned(queries, keys, values, sink_queries)
+        attended = attend(index, turned, inputs, layout, shape.windows[index])
         return attended.view(len(attended), -1).to(self._dtype)
+
+    def _rotated(self, layer: GpuLayer, qkv: Tensor, kv_heads: int, angles: Tensor) -> Rotated:
+        shape, tables = self.shape, self._angles
+        return plan_rotate(
+            qkv, shape.heads, kv_heads, tables.cos, tables.sin, angles, layer.qk_norms, shape.norm_eps
+        ).run()
 
     def _head(self, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> _Passed:
         if not inputs.sizes.logits:

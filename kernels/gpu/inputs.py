@@ -33,6 +33,9 @@ class Sizes:
     max_chunk_rows: int
     spans: int
     logits: int
+    sink_pages: int = 0  # of all rows
+    max_sink_pages: int = 0  # of one; 0: no row sees sinks
+    bounded_chunks: bool = False  # some row of a chunk has a window of its own
 
     @staticmethod
     def of(arranged: Arranged) -> Sizes:
@@ -42,12 +45,20 @@ class Sizes:
             max_decode_pages=arranged.max_decode_pages, chunks=len(arranged.chunk_lengths),
             chunk_pages=len(arranged.chunk_places), max_chunk_pages=arranged.max_chunk_pages,
             max_chunk_rows=arranged.max_chunk_rows, spans=len(arranged.spans), logits=len(arranged.logit_rows),
+            sink_pages=len(arranged.sinks.places), max_sink_pages=arranged.sinks.max_pages,
+            bounded_chunks=bool(arranged.windows[arranged.decode_rows :].any()),
         )  # fmt: skip
 
     @staticmethod
-    def of_decode(rows: int, pages: int) -> Sizes:
-        """For up to `rows` decode rows of up to `pages` pages each, all of which give logits."""
-        return Sizes(rows, rows, rows * pages, pages, 0, 0, 0, 0, rows, rows)
+    def of_decode(rows: int, pages: int, sink_pages: int) -> Sizes:
+        """For up to `rows` decode rows of up to `pages` pages each, all of which give logits, and the sinks of up to
+        `sink_pages`, if not 0, that each sees."""
+        return Sizes(rows, rows, rows * pages, pages, 0, 0, 0, 0, rows, rows, rows * sink_pages, sink_pages)
+
+    @property
+    def sink_rows(self) -> int:
+        """Rows that may see sinks: all or none."""
+        return self.rows if self.max_sink_pages else 0
 
 
 class Inputs:
@@ -66,7 +77,10 @@ class Inputs:
         wide, narrow, at = np.dtype(np.int64), np.dtype(np.int32), 0
         for name, count, kind in (
             ("decode_pages", sizes.decode_pages, wide), ("chunk_pages", sizes.chunk_pages, wide),
-            ("span_pages", sizes.spans, wide), ("tokens", sizes.rows, narrow), ("positions", sizes.rows, narrow),
+            ("span_pages", sizes.spans, wide), ("sink_pages", sizes.sink_pages, wide), ("tokens", sizes.rows, narrow),
+            ("positions", sizes.rows, narrow), ("angles", sizes.rows, narrow), ("windows", sizes.rows, narrow),
+            ("sink_offsets", sizes.sink_rows + 1, narrow), ("sink_lengths", sizes.sink_rows, narrow),
+            ("seen_from", sizes.sink_rows, narrow),
             ("decode_offsets", sizes.decode_rows + 1, narrow), ("decode_lengths", sizes.decode_rows, narrow),
             ("chunk_offsets", sizes.chunks + 1, narrow), ("chunk_lengths", sizes.chunks, narrow),
             ("chunk_rows", sizes.chunks + 1, narrow), ("spans", 3 * sizes.spans, narrow),
@@ -101,6 +115,21 @@ class Inputs:
         return self._views["positions"]
 
     @property
+    def angles(self) -> Tensor:
+        """int32 [rows]: which row of the tables has a row's angles."""
+        return self._views["angles"]
+
+    @property
+    def windows(self) -> Tensor:
+        """int32 [rows]: that it has beside its layer's, 0 for none."""
+        return self._views["windows"]
+
+    @property
+    def seen_from(self) -> Tensor:
+        """int32 [rows]: where a row's query stands for its sinks. Empty where nobody sees any."""
+        return self._views["seen_from"]
+
+    @property
     def logit_rows(self) -> Tensor:
         """int32 [logits]"""
         return self._views["logit_rows"]
@@ -126,6 +155,14 @@ class Inputs:
             self._base,
         )  # fmt: skip
 
+    def sink_table(self, layout: PageLayout, rows: slice) -> PageTable:
+        """The sinks of some rows: all decode rows, or all others. Their pages are shared."""
+        views = self._views
+        offsets = views["sink_offsets"][rows.start : rows.stop + 1]
+        return PageTable(
+            layout, views["sink_pages"], offsets, views["sink_lengths"][rows], self.sizes.max_sink_pages, self._base
+        )
+
     def spans(self, layout: PageLayout) -> Spans:
         """Where the rows are written."""
         return Spans(layout, self._views["span_pages"], self._views["spans"].view(-1, 3), self._base)
@@ -136,8 +173,13 @@ class Inputs:
         The pass before has been waited for: the copy reads the block after this returns.
         """
         arrays = self._arrays
-        for name in ("tokens", "positions", "decode_lengths", "chunk_lengths", "logit_rows"):
+        for name in ("tokens", "positions", "angles", "windows", "decode_lengths", "chunk_lengths", "logit_rows"):
             _put(arrays[name], getattr(arranged, name), 0)
+        sinks = arranged.sinks
+        for name, numbers in (
+            ("sink_offsets", sinks.offsets), ("sink_lengths", sinks.lengths), ("seen_from", sinks.seen_from)
+        ):  # fmt: skip
+            _put(arrays[name], numbers, 0)
         for name in ("decode_offsets", "chunk_offsets", "chunk_rows"):
             values = getattr(arranged, name)
             _put(arrays[name], values, int(values[-1]))
@@ -159,7 +201,7 @@ class Inputs:
     def _put_pages(self, arranged: Arranged, pages: Addresses) -> None:
         for name, places in (
             ("decode_pages", arranged.decode_places), ("chunk_pages", arranged.chunk_places),
-            ("span_pages", arranged.span_places),
+            ("span_pages", arranged.span_places), ("sink_pages", arranged.sinks.places),
         ):  # fmt: skip
             _put(self._arrays[name], pages[places], 0)
 

@@ -105,10 +105,11 @@ def table(model: Model, batch: int, pages: int, format: str = "bf16") -> PageTab
 def attention_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     qkv = meta(8, model.heads + 2 * model.kv_heads, model.head_dim)
     queries = qkv[:, : model.heads]
+    windows = meta(8, dtype=torch.int32)  # as a decoder gives them, whether rows have bounds or not
     for name, options in (("decode", {}), ("decode mass window", {"want_mass": True, "window": 4096})):
-        yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, **options)
+        yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, windows=windows, **options)
     for format in PACKED:
-        yield f"decode {format}", plan_decode(queries, table(model, 8, 512, format), model.layers - 1)
+        yield f"decode {format}", plan_decode(queries, table(model, 8, 512, format), model.layers - 1, windows=windows)
     outs, lses = meta(2, 8, model.heads, model.head_dim), meta(2, 8, model.heads, dtype=torch.float32)
     yield "merge", plan_merge(outs, lses)
 
@@ -121,6 +122,8 @@ def cache_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     for name, window in (("extend", 0), ("extend window", 4096)):
         pages = table(model, 2, 512)
         yield name, plan_extend(queries, keys, values, offsets, 2048, pages, 1, window=window)
+    windows = meta(4096, dtype=torch.int32)
+    yield "extend bounds", plan_extend(queries, keys, values, offsets, 2048, pages, 1, windows=windows)
     spans = Spans(pages.layout, meta(256, dtype=torch.int64), meta(256, 3, dtype=torch.int32), pages.base)
     yield "write", plan_write(keys, values, spans, 1)
     for format in PACKED:

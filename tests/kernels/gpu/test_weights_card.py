@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from tests.daemon.engine.live import Live
-from tests.daemon.engine.vocabularies import byte_level
+from tests.kernels.gpu.cards import FakeCard, prepared
 from tests.kernels.gpu.cases import aligned
 from tests.tiers.fake_gpu import FakeGpu
 from tierd.daemon.engine import assemble
-from tierd.daemon.engine.backend_cuda import CudaBackend
 from tierd.daemon.engine.batch import Batch
 from tierd.daemon.engine.model import rope
 from tierd.daemon.engine.model.passing import Card
@@ -26,73 +23,15 @@ from tierd.daemon.engine.model.weights_card import CardWeights
 from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.models.catalog import load_manifest
-from tierd.daemon.models.importer import import_model
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import place_on_card
 from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.layout import PageLayout
-from tierd.tiers.blocks import Block
-from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock
 from tierd.tiers.mover import Disturbance, Mover
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
 ASKS = [{"tokens": [7, 9], "max_tokens": 3}]
-LAYERS, WIDTH, VOCAB = 4, 32, 320
-
-
-class FakeCard(CudaBackend):
-    """Kernels under the interpreter; copies are late, in any order, and poison what they fill."""
-
-    def __init__(self, gpu: FakeGpu, note: Callable[[str], None]) -> None:
-        super().__init__(gpu, note, device=torch.device("cpu"), capture=lambda _device: None)
-
-    def mover(self, wake: Callable[[], None]) -> Mover:
-        before = Disturbance(1, 0.001, fill=self._copies.poison)
-        return Mover(3, wake=wake, copy=self._copies.copy, crossing=self._copies, before=before)
-
-    def device_block(self, size_bytes: int, max_bytes: int) -> Block:
-        self._blocks.append(DeviceBlock(self._gpu, size_bytes, size_bytes, chunk_bytes=1 << 16))
-        return self._blocks[-1]
-
-    def host_block(self, size_bytes: int, max_bytes: int, record_bytes: int) -> Block:
-        self._blocks.append(PinnedBlock(self._gpu, size_bytes, size_bytes, record_bytes))
-        return self._blocks[-1]
-
-
-def prepared(directory: Path, format: str) -> Path:
-    source, models = directory / "source", directory / "models"
-    source.mkdir()
-    models.mkdir()
-    write_llama(source)
-    import_model(source, models, "tiny", format, lambda _stage, _done, _total: None)
-    return models / "tiny"
-
-
-def write_llama(directory: Path) -> None:
-    """A random model as transformers would save it, which is slow to import."""
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": WIDTH,
-        "intermediate_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "silu",
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-    byte_level()._tokenizer.save(str(directory / "tokenizer.json"))
-    rng = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)
-    }  # fmt: skip
-    for layer in range(LAYERS):
-        for name, rows in (("q", 32), ("k", 16), ("v", 16), ("o", WIDTH)):
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, WIDTH)
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = (rows,)
-        for name in ("gate", "up", "down"):
-            shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (WIDTH, WIDTH)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{name}.weight"] = (WIDTH,)
-    tensors = {name: (rng.standard_normal(shape) * 0.3).astype(np.float32) for name, shape in shapes.items()}
-    save_file(tensors, directory / "model.safetensors")
 
 
 class Bench:

@@ -1,0 +1,90 @@
+"""The attention of a pass: decode rows, chunks, and the sinks of both, put together.
+
+What a row sees of its sinks is one more part of its attention, with another query: that of the row turned back to where
+it stands within what is kept. So its splits go into one merge with the others, and there is one softmax.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tierd.kernels.gpu.decode import num_splits, plan_decode, plan_splits
+from tierd.kernels.gpu.extend import plan_extend
+from tierd.kernels.gpu.inputs import Inputs
+from tierd.kernels.gpu.launch import Plan
+from tierd.kernels.gpu.merge import Merged, plan_merge
+from tierd.kernels.layout import PageLayout
+
+
+class Turned(NamedTuple):
+    """What attention takes of the rows of a pass, normed and rotated."""
+
+    queries: Tensor  # [rows, heads, head_dim]
+    keys: Tensor  # [rows, kv_heads, head_dim]
+    values: Tensor  # the same
+    sink_queries: Tensor | None  # [rows, heads, head_dim]; None where nobody sees sinks
+
+
+def attend(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int) -> Tensor:
+    """Launches it: [rows, heads, head_dim]. Keys and values of the rows are in their pages. `window`: the layer's."""
+    rows, decoding = len(turned.queries), inputs.sizes.decode_rows
+    parts = []
+    if decoding:
+        parts.append(_decode(layer, turned, inputs, layout, window))
+    if inputs.sizes.chunks:
+        parts.append(_extend(layer, turned, inputs, layout, window, slice(decoding, rows)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int) -> Tensor:
+    sizes = inputs.sizes
+    rows = slice(0, sizes.decode_rows)
+    queries, table, windows = turned.queries[rows], inputs.decode_table(layout), inputs.windows[rows]
+    if turned.sink_queries is None:
+        return plan_decode(queries, table, layer, window=window, windows=windows).run().out
+    own = num_splits(table.max_pages)
+    parts = _room(own + num_splits(sizes.max_sink_pages), queries)
+    launches = plan_splits(
+        queries, table, layer, Merged(parts.out[:own], parts.lse[:own]), window=window, windows=windows
+    )
+    Plan(None, (), launches).run()
+    return _with_sinks(layer, turned.sink_queries, inputs, layout, window, rows, parts, own)
+
+
+def _extend(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int, rows: slice) -> Tensor:
+    queries, sizes = turned.queries[rows], inputs.sizes
+    parts = None if turned.sink_queries is None else _room(1 + num_splits(sizes.max_sink_pages), queries)
+    plan = plan_extend(
+        queries, turned.keys[rows], turned.values[rows], inputs.chunk_rows, sizes.max_chunk_rows,
+        inputs.chunk_table(layout), layer, window=window,
+        windows=inputs.windows[rows] if sizes.bounded_chunks else None,
+        into=None if parts is None else Merged(parts.out[0], parts.lse[0]),
+    )  # fmt: skip
+    found = plan.run().out
+    if turned.sink_queries is None or parts is None:
+        return found
+    return _with_sinks(layer, turned.sink_queries, inputs, layout, window, rows, parts, 1)
+
+
+def _with_sinks(
+    layer: int, sink_queries: Tensor, inputs: Inputs, layout: PageLayout, window: int, rows: slice, parts: Merged,
+    own: int,
+) -> Tensor:  # fmt: skip
+    """Fills the parts behind the `own` ones, and merges all. The layer's window counts from where a row stands in the
+    text."""
+    queries, table = sink_queries[rows], inputs.sink_table(layout, rows)
+    launches = plan_splits(
+        queries, table, layer, Merged(parts.out[own:], parts.lse[own:]), window=window,
+        positions=inputs.positions[rows],
+    )  # fmt: skip
+    Plan(None, (), launches).run()
+    return plan_merge(parts.out, parts.lse, None, queries.dtype).run().out
+
+
+def _room(splits: int, queries: Tensor) -> Merged:
+    shape = (splits, *queries.shape)
+    out = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    return Merged(out, torch.empty(shape[:3], dtype=torch.float32, device=queries.device))

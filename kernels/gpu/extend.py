@@ -27,6 +27,19 @@ MAX_GROUP = 64
 
 
 @triton.jit
+def _sight(length, rows, tile, row, is_line, window, own, HAS_WINDOWS: tl.constexpr):
+    """The first position that some row of a tile sees, and how many back from itself its lines see; `own` [M] windows
+    count beside that of all. Without any a row sees everything before it."""
+    reach = tl.where(window > 0, window, length + rows)
+    low = length + tile - reach + 1
+    if HAS_WINDOWS:
+        own = tl.minimum(tl.where(own > 0, own, length + rows), reach)
+        low = tl.min(tl.where(is_line, length + row - own + 1, length + rows), 0)
+        reach = own[:, None]
+    return tl.maximum(low, 0), reach
+
+
+@triton.jit
 def _extend_kernel(
     queries, new_keys, new_values, row_offsets, pages, offsets, lengths, windows, base, sinks, out, lse,
     q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, out_row, out_head, lse_row,
@@ -59,14 +72,8 @@ def _extend_kernel(
             largest = tl.load(sinks + head, mask=is_line, other=0.0).to(tl.float32) * LOG2_E
             total = total + 1.0
         sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        # The first position that the tile's first row sees; without a window all rows see everything before them.
-        low = tl.where(window > 0, tl.maximum(length + tile - window + 1, 0), 0)
-        reach = tl.where(window > 0, window, length + rows)
-        if HAS_WINDOWS:
-            own = tl.load(windows + first_row + row, mask=is_line, other=0)
-            own = tl.minimum(tl.where(own > 0, own, length + rows), reach)
-            low = tl.maximum(tl.min(tl.where(is_line, length + row - own + 1, length + rows), 0), 0)
-            reach = own[:, None]
+        own = tl.load(windows + first_row + row, mask=is_line, other=0) if HAS_WINDOWS else 0
+        low, reach = _sight(length, rows, tile, row, is_line, window, own, HAS_WINDOWS)
 
         key_plane = base + layer_offset + kv_head.to(tl.int64) * key_stride
         value_plane = base + layer_offset + value_offset + kv_head.to(tl.int64) * value_stride

@@ -182,12 +182,13 @@ def other_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
 
 def select_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     """Pages read for repacking, their bounds, and the choice among 512 of each of 8 sequences."""
-    addresses, lengths = meta(64, dtype=torch.int64), meta(64, dtype=torch.int32)
+    addresses = meta(64, dtype=torch.int64)
     for format in ("bf16", "k8v8"):
         pages = table(model, 8, 512, format)
         yield f"read {format}", reading(addresses, pages.base, pages.layout, 1)
-    pages = table(model, 8, 512)
-    yield "bounds", plan_bounds(addresses, pages.base, pages.layout, 1, lengths)
+    for format in ("bf16", "k4v4"):
+        pages = table(model, 8, 512, format)
+        yield f"bounds {format}", plan_bounds(addresses, pages.base, pages.layout, 1)
     low = meta(4096, model.kv_heads, model.head_dim, dtype=torch.float32)
     queries = meta(8, model.heads, model.head_dim)
     yield "select", plan_select(queries, low, low, meta(9, dtype=torch.int32), 512, 64)

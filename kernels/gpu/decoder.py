@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierd.kernels.gpu.angles import AngleTables
-from tierd.kernels.gpu.attention import Turned, attend
+from tierd.kernels.gpu.attention import Turned, attend, masses_of, observe
 from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, range_of
 from tierd.kernels.gpu.fused import Rotated, plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
@@ -51,6 +51,7 @@ class _Passed(NamedTuple):
     logits: Tensor
     branch: Tensor
     residual: Tensor | None
+    masses: Tensor  # of the observed rows, see `attention.observe`
 
 
 @dataclass(slots=True)
@@ -217,12 +218,20 @@ class GpuDecoder:
         """Final hidden states [len(rows), hidden] of rows of the last pass, which is complete: what the head takes."""
         if self._last is None:
             raise ValueError("no pass is complete")
-        arranged, (_, branch, residual) = self._last
+        arranged, (_, branch, residual, _) = self._last
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(arranged.tokens):
             raise ValueError(f"the last pass has {len(arranged.tokens)} rows")
         with torch.cuda.stream(self._stream):
             at = torch.from_numpy(arranged.new_rows[rows].astype(np.int64)).to(self.device)
             return _on_host(self._normed(branch, residual, at).float())
+
+    def masses(self) -> NDArray[np.float64]:
+        """As `CpuDecoder.masses`: of the observed rows of the last pass. Raises ValueError where none was observed."""
+        if self._last is None or not len(self._last[0].observed.rows):
+            raise ValueError("no row of the last pass was observed")
+        arranged, passed = self._last
+        with torch.cuda.stream(self._stream):
+            return masses_of(passed.masses, arranged.observed, self.shape.heads // self.shape.kv_heads)
 
     def warm_up(
         self, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None] = lambda index: None
@@ -266,11 +275,9 @@ class GpuDecoder:
     ) -> Arranged:  # fmt: skip
         if not self._layers:
             raise ValueError("the decoder is closed")
-        if observed is not None:
-            raise ValueError("rows are not observed on a card yet")
         return arrange(
             tokens, positions, row_seq, page_offsets, logit_rows, self.layout.page_tokens, self.shape.vocab,
-            self.context, self.max_rows, bounds, self._angles.has_far,
+            self.context, self.max_rows, bounds, self._angles.has_far, observed,
         )  # fmt: skip
 
     def _require_all(self) -> None:
@@ -279,7 +286,8 @@ class GpuDecoder:
             raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
 
     def _inputs(self, sizes: Sizes) -> Inputs:
-        return Inputs(sizes, self._base, self.shape.hidden if self._embed_rows is not None else 0, self._dtype)
+        width = self.shape.hidden if self._embed_rows is not None else 0
+        return Inputs(sizes, self._base, self.layout.kv_heads, width, self._dtype)
 
     def _load(self, inputs: Inputs, arranged: Arranged, pages: Addresses) -> None:
         inputs.load(arranged, pages)
@@ -292,7 +300,7 @@ class GpuDecoder:
         bucket = None
         if arranged.decode_rows == len(arranged.tokens):
             bucket = Graphs.bucket(
-                arranged.decode_rows, arranged.max_decode_pages, arranged.sinks.max_pages
+                arranged.decode_rows, arranged.max_decode_pages, arranged.sinks.max_pages, arranged.observed.max_pages > 0
             )
         if bucket is None:
             inputs = self._inputs(Sizes.of(arranged))
@@ -318,6 +326,7 @@ class GpuDecoder:
         return self._head(branch, residual, inputs)
 
     def _embed(self, inputs: Inputs) -> Tensor:
+        inputs.masses.zero_()  # here, so that a captured step begins with it
         if self._ends.embed is None:
             return inputs.embedded
         return rows_plan(inputs.tokens, self._ends.embed, self._dtype).run()
@@ -342,6 +351,8 @@ class GpuDecoder:
         values = qkv[:, shape.heads + shape.kv_heads :]
         sink_queries = self._rotated(layer, qkv, 0, inputs.seen_from).queries if inputs.sizes.sink_rows else None
         plan_write(keys, values, inputs.spans(layout), index).run()
+        if inputs.sizes.observed and not shape.windows[index]:
+            observe(index, queries, inputs, layout)
         turned = Turned(queries, keys, values, sink_queries)
         attended = attend(index, turned, inputs, layout, shape.windows[index])
         return attended.view(len(attended), -1).to(self._dtype)
@@ -353,11 +364,12 @@ class GpuDecoder:
         ).run()
 
     def _head(self, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> _Passed:
-        if not inputs.sizes.logits:
+        if inputs.sizes.logits:
+            normed = self._normed(branch, residual, inputs.logit_rows)
+            logits = product_plan(normed, self._ends.head, None, torch.float32).run()
+        else:
             logits = torch.empty((0, self.shape.vocab), dtype=torch.float32, device=self.device)
-            return _Passed(logits, branch, residual)
-        normed = self._normed(branch, residual, inputs.logit_rows)
-        return _Passed(product_plan(normed, self._ends.head, None, torch.float32).run(), branch, residual)
+        return _Passed(logits, branch, residual, inputs.masses)
 
     def _normed(self, branch: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         wanted = torch.index_select(branch, 0, rows)

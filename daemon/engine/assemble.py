@@ -28,7 +28,6 @@ from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.load import Vector
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
-from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.speculate import Speculate, Speculator
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
@@ -45,7 +44,6 @@ from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.protocol import Event
-from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Ladder
@@ -298,12 +296,11 @@ def _runner(
     staging = picker = None
     if store is not None:
         staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
-        picker = Picker(store, mover)
-    shape = weights.shape
+        picker = Picker(store, mover, allocate=backend.ring)
     return Runner(
         decoder, layout, [arena.memory for arena in arenas], staging, weights=weights, picker=picker,
         copies=exact and exact.ladders.pages.arena.array,
-        selections=lambda: Selection(PageBounds(layout, shape.heads), shape.windows),
+        selections=partial(backend.selection, layout, weights.shape),
     )  # fmt: skip
 
 

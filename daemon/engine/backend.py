@@ -16,11 +16,13 @@ import numpy.typing as npt
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Decoder
+from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.kv_mode import Kind
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import Manifest
-from tierd.kernels.cpu.step import Angles, CpuDecoder
+from tierd.kernels.cpu.selection import PageBounds
+from tierd.kernels.cpu.step import Angles, CpuDecoder, DecoderShape
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block, HostBlock
 from tierd.tiers.cuda_driver import CudaDriver
@@ -100,6 +102,10 @@ class Backend(Protocol):
         """
         ...
 
+    def selection(self, layout: PageLayout, shape: DecoderShape) -> Selection:
+        """What a sequence needs whose rows choose their pages."""
+        ...
+
     def close(self) -> None:
         """Gives back what is not memory of an arena. Idempotent."""
         ...
@@ -164,6 +170,9 @@ class CpuBackend:
         )  # fmt: skip
         weights.attach(decoder)
         return decoder
+
+    def selection(self, layout: PageLayout, shape: DecoderShape) -> Selection:
+        return Selection(PageBounds(layout, shape.heads), shape.windows)
 
     def close(self) -> None:
         """Nothing is left."""

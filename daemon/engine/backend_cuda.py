@@ -16,10 +16,12 @@ import torch
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.passing import Card
 from tierd.daemon.engine.model.weights_card import CardWeights
+from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.kv_mode import Kind
 from tierd.daemon.models.catalog import Manifest
-from tierd.kernels.cpu.step import Angles
+from tierd.kernels.cpu.step import Angles, DecoderShape
+from tierd.kernels.gpu.choice import CardBounds
 from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.gpu.graphs import CudaCapturer
 from tierd.kernels.layout import PageLayout
@@ -34,7 +36,7 @@ Floats = npt.NDArray[np.float32]
 # Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
 COPY_THREADS = 6
 PIN_TIMEOUT_S = 600.0
-MODES = frozenset({Kind.WINDOW, Kind.SINKS, Kind.H2O})  # what `GpuDecoder` has
+MODES = frozenset(Kind) - {Kind.LADDER}  # what `GpuDecoder` has
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
 
 
@@ -163,6 +165,10 @@ class CudaBackend:
         if weights.streams:
             self._note(f"{weights.describe()}; steps run without CUDA graphs")
         return decoder
+
+    def selection(self, layout: PageLayout, shape: DecoderShape) -> Selection:
+        bounds = CardBounds(layout, self._device, self._stream)
+        return Selection(bounds, shape.windows, bounds)
 
     def close(self) -> None:
         self._copies.close()

@@ -190,6 +190,11 @@ def range_of(memory: Any) -> Range:
     return Range(memory.address, memory.nbytes)
 
 
+def ranges_of(memories: Sequence[Any]) -> list[Range]:
+    """Of several, see `range_of`."""
+    return [range_of(memory) for memory in memories]
+
+
 def _angles(placed: Placed, context: int) -> Ints:
     """The row of the tables of each row, those beyond them counted on."""
     if placed.records is None:

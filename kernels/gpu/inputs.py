@@ -160,6 +160,11 @@ class Inputs:
         """int32 [chunks + 1], counted from the first row that does not decode."""
         return self._views["chunk_rows"]
 
+    @property
+    def decode_pages(self) -> Tensor:
+        """int64: addresses of the pages that decode rows read, end to end."""
+        return self._views["decode_pages"]
+
     def decode_table(self, layout: PageLayout) -> PageTable:
         """The pages of the decode rows."""
         views = self._views

@@ -107,3 +107,26 @@ def test_pages_that_no_row_of_a_trained_window_sees_leave_the_card(
         ((tokens, end),) = live.run([again], timeout_s=300)
         assert tokens == right[0][10:15] and end.data["usage"].cached_tokens >= 592
         assert 0 < live.engine.pager.statistics().loaded_pages <= 20
+
+
+@pytest.mark.long
+def test_thinned_pages_cold_restored_and_resumed(tmp_path: Path, on_card: Callable[[], None]) -> None:
+    """The same pages are given up as on the CPU."""
+    model = prepared(tmp_path, "fp32", 1, 256)
+    begin = prompt(1, 90)
+    wanted: list[dict[str, Any]] = [
+        {"tokens": begin + prompt(2, 6), "max_tokens": 40, "kv_mode": "h2o=64"},
+        {"tokens": begin + prompt(3, 6), "max_tokens": 6},
+        {"tokens": prompt(4, 20), "max_tokens": 60, "kv_mode": "h2o=64"},
+    ]
+    with Live(model, tmp_path / "cpu", device=60, nvme=0) as live:
+        right = said(live, wanted)
+        assert said(live, [ask | {"kv_mode": "exact"} for ask in wanted])[0] != right[0]
+    on_card()
+    with Live(model, tmp_path / "card", device=60, nvme=60) as live:
+        assert said(live, wanted) == right
+        assert said(live, [wanted[0] | {"resume": tuple(right[0][:19])}]) == [right[0][19:]]
+        live.flush()
+    with Live(model, tmp_path / "card", device=7, nvme=60, max_streams=2, max_batch_rows=24) as live:
+        ((tokens, end),) = live.run(wanted[:1], timeout_s=300)
+        assert tokens == right[0] and end.data["timings"].hit_nvme >= 64

@@ -179,6 +179,16 @@ def place(batch: Batch, bounds: Ints | None, vocab: int, context: int, max_rows:
     )  # fmt: skip
 
 
+def check_observed(rows: Ints, placed: Placed) -> None:
+    """Raises ValueError for rows to be observed that the pass does not have, and for such with a window."""
+    check_vector("observed", rows, np.int32)
+    count = len(placed.batch.positions)
+    if len(rows) and not 0 <= rows.min() <= rows.max() < count:
+        raise ValueError(f"rows {rows.min()} to {rows.max()} are to be observed, the pass has {count}")
+    if placed.records is not None and placed.records[rows, :2].any():
+        raise ValueError("a row with a window can't be observed")
+
+
 def check_vector(name: str, array: NDArray[np.integer], dtype: type[np.integer]) -> None:
     """Raises ValueError unless it is a contiguous vector of that type."""
     if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:

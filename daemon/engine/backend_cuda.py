@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float32]
 # Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
 COPY_THREADS = 6
 PIN_TIMEOUT_S = 600.0
-MODES = frozenset({Kind.WINDOW, Kind.SINKS, Kind.SELECT})  # what `GpuDecoder` has
+MODES = frozenset(Kind) - {Kind.LADDER}  # what `GpuDecoder` has
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
 
 

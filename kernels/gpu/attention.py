@@ -2,15 +2,19 @@
 
 What a row sees of its sinks is one more part of its attention, with another query: that of the row turned back to where
 it stands within what is kept. So its splits go into one merge with the others, and there is one softmax.
+Of rows that are observed it is known afterwards how much of their attention each page gets.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from tierd.kernels.gpu.batch import Observed
 from tierd.kernels.gpu.decode import num_splits, plan_decode, plan_splits
 from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.inputs import Inputs
@@ -88,3 +92,26 @@ def _room(splits: int, queries: Tensor) -> Merged:
     shape = (splits, *queries.shape)
     out = torch.empty(shape, dtype=torch.float32, device=queries.device)
     return Merged(out, torch.empty(shape[:3], dtype=torch.float32, device=queries.device))
+
+
+def observe(layer: int, queries: Tensor, inputs: Inputs, layout: PageLayout) -> None:
+    """Adds to `inputs.masses` how much of its attention each observed row gives to its pages in a layer without a
+    window: the mean over the heads of a group. It computes what they see once more: nobody else is slowed down by it.
+
+    What a row finds depends on its query, its position and its pages alone. Source of the idea: H2O (Zhang et al. 2023,
+    arXiv 2306.14048). As `kernels.cpu.masses`.
+    """
+    watched = torch.index_select(queries, 0, inputs.observed_rows)
+    found = plan_decode(watched, inputs.observed_table(layout), layer, want_mass=True).run().mass
+    assert found is not None
+    inputs.masses.add_(found)
+
+
+def masses_of(masses: Tensor, observed: Observed, group: int) -> NDArray[np.float64]:
+    """[observed, pages], sums over heads; 0 for pages that a row does not see. `masses` as a pass added them up for
+    groups of so many heads."""
+    per_page = masses[: int(observed.offsets[-1])].cpu().numpy().astype(np.float64).sum(1) * group
+    found = np.zeros((len(observed.rows), observed.max_pages))
+    for row, mine in enumerate(np.split(per_page, observed.offsets[1:-1])):
+        found[row, : len(mine)] = mine
+    return found

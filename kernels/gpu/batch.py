@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
-from tierd.kernels.rows import Batch, Ints, Placed, place
+from tierd.kernels.rows import Batch, Ints, Placed, check_observed, place
 
 Addresses = NDArray[np.int64]
 _NOBODY = np.empty(0, np.int32)
@@ -46,6 +46,22 @@ class Sinks:
 
 
 @dataclass(frozen=True, slots=True)
+class Observed:
+    """O rows of a pass of which it is to be known how much they look at each page. Every row has its pages for itself,
+    end to end: what is found lies there."""
+
+    rows: Ints  # [O] in the new order
+    offsets: Ints  # [O + 1]
+    lengths: Ints  # [O] tokens that it sees
+    places: NDArray[np.int64]  # of the caller's pages, [observed pages]
+
+    @property
+    def max_pages(self) -> int:
+        """Of one row."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+
+@dataclass(frozen=True, slots=True)
 class Arranged:
     """One pass. R rows in a new order, D of them decode, C chunks, S spans, L logits.
 
@@ -69,6 +85,7 @@ class Arranged:
     new_rows: Ints  # [R] where each row of the caller's went
     sinks: Sinks
     far: Ints  # positions beyond the tables
+    observed: Observed
 
     def with_logits(self, rows: Ints) -> Arranged:
         """The same pass with logits of other rows."""
@@ -98,6 +115,7 @@ class Arranged:
 def arrange(
     tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, page_tokens: int,
     vocab: int, context: int, max_rows: int, bounds: Ints | None = None, has_far: bool = False,
+    observed: Ints | None = None,
 ) -> Arranged:  # fmt: skip
     """Arranges a pass, see `GpuDecoder.forward`. Raises ValueError for rows that don't fit one another or the model."""
     placed = place(
@@ -138,6 +156,7 @@ def arrange(
         new_rows=new_row,
         sinks=_sinks(placed, order),
         far=_NOBODY if placed.far is None else placed.far,
+        observed=_observed(_NOBODY if observed is None else observed, placed, new_row),
     )
 
 
@@ -192,6 +211,14 @@ def _sinks(placed: Placed, order: NDArray[Any]) -> Sinks:
     np.maximum.at(held, sequence, -(-lengths // PAGE_TOKENS))
     starts = (np.cumsum(held) - held).astype(np.int32)
     return Sinks(starts[sequence], lengths, placed.records[order, 2], _places(placed.sink_offsets, held))
+
+
+def _observed(rows: Ints, placed: Placed, new_row: Ints) -> Observed:
+    check_observed(rows, placed)
+    lengths = placed.batch.positions[rows] + 1
+    held = -(-lengths // PAGE_TOKENS)
+    places = _places(placed.batch.page_offsets[placed.batch.row_seq[rows]], held)
+    return Observed(new_row[rows], _ends(held), lengths, places)
 
 
 def _spans(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierd.kernels.gpu.angles import AngleTables
-from tierd.kernels.gpu.attention import Turned, attend
-from tierd.kernels.gpu.batch import Addresses, Arranged, Range, arrange, check_addresses, ranges_of
+from tierd.kernels.gpu.attention import Turned, attend, masses_of, observe
+from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, ranges_of
 from tierd.kernels.gpu.choice import Asking, Choices, Choose, Choosing, check_tables
 from tierd.kernels.gpu.fused import Rotated, plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
@@ -27,6 +27,7 @@ from tierd.kernels.gpu.layers import Ends, GpuLayer
 from tierd.kernels.gpu.pages import base_of, value_dtype
 from tierd.kernels.gpu.products import product_plan, rows_plan
 from tierd.kernels.gpu.sample import plan_sample
+from tierd.kernels.gpu.warm import warm_up
 from tierd.kernels.gpu.write import plan_write
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Ints
@@ -53,6 +54,7 @@ class _Passed(NamedTuple):
     logits: Tensor
     branch: Tensor
     residual: Tensor | None
+    masses: Tensor  # of the observed rows, see `attention.observe`
 
 
 @dataclass(slots=True)
@@ -117,6 +119,16 @@ class GpuDecoder:
         self._stream = stream
         self._open: _Open | None = None
         self._last: tuple[Arranged, _Passed] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether some layer is handed in."""
+        return None in self._layers
+
+    @property
+    def has_far(self) -> bool:
+        """Whether rows may stand beyond the tables."""
+        return self._angles.has_far
 
     @property
     def graph_stats(self) -> GraphStats:
@@ -226,35 +238,27 @@ class GpuDecoder:
         """Final hidden states [len(rows), hidden] of rows of the last pass, which is complete: what the head takes."""
         if self._last is None:
             raise ValueError("no pass is complete")
-        arranged, (_, branch, residual) = self._last
+        arranged, (_, branch, residual, _) = self._last
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(arranged.tokens):
             raise ValueError(f"the last pass has {len(arranged.tokens)} rows")
         with torch.cuda.stream(self._stream):
             at = torch.from_numpy(arranged.new_rows[rows].astype(np.int64)).to(self.device)
             return on_host(self._normed(branch, residual, at).float())
 
+    def masses(self) -> NDArray[np.float64]:
+        """As `CpuDecoder.masses`: of the observed rows of the last pass. Raises ValueError where none was observed."""
+        if self._last is None or not len(self._last[0].observed.rows):
+            raise ValueError("no row of the last pass was observed")
+        arranged, passed = self._last
+        with torch.cuda.stream(self._stream):
+            return masses_of(passed.masses, arranged.observed, self.shape.heads // self.shape.kv_heads)
+
     def warm_up(
         self, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None] = lambda index: None
     ) -> None:
-        """Compiles what passes of one row, of a few, and of chunks launch, on a page of its own. `place` gives the
-        layers that the decoder does not have.
-        """
-        record = torch.zeros(self.layout.record_bytes + 64, dtype=torch.uint8, device=self.device)
-        page = np.array([-(-record.data_ptr() // 64) * 64], np.int64)
-        memory = Range(int(page[0]), self.layout.record_bytes)
-        counts = [count for count in (1, 16) if count <= min(self.context, self.max_rows, self.layout.page_tokens)]
-        for done, count in enumerate(counts):
-            progress(done, len(counts))
-            steps = np.arange(count, dtype=np.int32)
-            zeros, ends = np.zeros(count, np.int32), np.array([0, 1], np.int32)
-            if None not in self._layers:
-                self.forward([memory], zeros, steps, zeros, page, ends, steps[-1:])
-                continue
-            self.start(zeros, steps, zeros, ends, steps[-1:])
-            for index in range(len(self._layers)):
-                self.layer(index, [memory], page, place(index))
-            self.finish()
-        progress(len(counts), len(counts))
+        """Compiles what passes launch, on a page of its own, see `warm.py`. `place` gives the layers that the decoder
+        does not have."""
+        warm_up(self, progress, place)
 
     def set_layer(self, index: int, layer: GpuLayer | None) -> None:
         """Between passes: a layer lies there from now on; None: it is handed in. What was captured is forgotten."""
@@ -275,11 +279,9 @@ class GpuDecoder:
     ) -> Arranged:  # fmt: skip
         if not self._layers:
             raise ValueError("the decoder is closed")
-        if observed is not None:
-            raise ValueError("rows are not observed on a card yet")
         return arrange(
             tokens, positions, row_seq, page_offsets, logit_rows, self.layout.page_tokens, self.shape.vocab,
-            self.context, self.max_rows, bounds, self._angles.has_far,
+            self.context, self.max_rows, bounds, self.has_far, observed,
         )  # fmt: skip
 
     def _require_all(self) -> None:
@@ -288,7 +290,8 @@ class GpuDecoder:
             raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
 
     def _inputs(self, sizes: Sizes) -> Inputs:
-        return Inputs(sizes, self._base, self.shape.hidden if self._embed_rows is not None else 0, self._dtype)
+        width = self.shape.hidden if self._embed_rows is not None else 0
+        return Inputs(sizes, self._base, self.layout.kv_heads, width, self._dtype)
 
     def _load(self, inputs: Inputs, arranged: Arranged, pages: Addresses) -> None:
         inputs.load(arranged, pages)
@@ -300,9 +303,9 @@ class GpuDecoder:
         """Logits, on the card: [logits, vocab] in the order of the caller's."""
         bucket = None
         if choices is None and arranged.decode_rows == len(arranged.tokens):
-            bucket = Graphs.bucket(
-                arranged.decode_rows, arranged.max_decode_pages, arranged.sinks.max_pages
-            )
+            is_observed = arranged.observed.max_pages > 0
+            sizes = (arranged.decode_rows, arranged.max_decode_pages, arranged.sinks.max_pages)
+            bucket = Graphs.bucket(*sizes, is_observed)
         if bucket is None:
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, pages)
@@ -329,6 +332,7 @@ class GpuDecoder:
         return self._head(branch, residual, inputs)
 
     def _embed(self, inputs: Inputs) -> Tensor:
+        inputs.masses.zero_()  # here, so that a captured step begins with it
         if self._ends.embed is None:
             return inputs.embedded
         return rows_plan(inputs.tokens, self._ends.embed, self._dtype).run()
@@ -360,6 +364,8 @@ class GpuDecoder:
         plan_write(keys, values, inputs.spans(layout), index).run()
         if chosen is not None:
             chosen(index, queries)
+        if inputs.sizes.observed and not shape.windows[index]:
+            observe(index, queries, inputs, layout)
         turned = Turned(queries, keys, values, sink_queries)
         attended = attend(index, turned, inputs, layout, shape.windows[index])
         return attended.view(len(attended), -1).to(self._dtype)
@@ -371,11 +377,12 @@ class GpuDecoder:
         ).run()
 
     def _head(self, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> _Passed:
-        if not inputs.sizes.logits:
+        if inputs.sizes.logits:
+            normed = self._normed(branch, residual, inputs.logit_rows)
+            logits = product_plan(normed, self._ends.head, None, torch.float32).run()
+        else:
             logits = torch.empty((0, self.shape.vocab), dtype=torch.float32, device=self.device)
-            return _Passed(logits, branch, residual)
-        normed = self._normed(branch, residual, inputs.logit_rows)
-        return _Passed(product_plan(normed, self._ends.head, None, torch.float32).run(), branch, residual)
+        return _Passed(logits, branch, residual, inputs.masses)
 
     def _normed(self, branch: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         wanted = torch.index_select(branch, 0, rows)

@@ -29,6 +29,7 @@ class Bucket(NamedTuple):
     rows: int
     pages: int  # of a row
     sink_pages: int = 0  # of a row, beside the others; 0: nobody sees sinks
+    observed: bool = False  # whether some row is
 
 
 class Capturer(Protocol):
@@ -104,13 +105,13 @@ class Graphs(Generic[Result]):
         return GraphStats(self._captured, self._replayed, self._eager)
 
     @staticmethod
-    def bucket(rows: int, pages: int, sink_pages: int = 0) -> Bucket | None:
-        """The bucket of a step of `rows` decode rows with at most `pages` pages, and `sink_pages` with sinks; None for
-        more rows than any has."""
+    def bucket(rows: int, pages: int, sink_pages: int = 0, observed: bool = False) -> Bucket | None:
+        """The bucket of a step of `rows` decode rows with at most `pages` pages, and `sink_pages` with sinks, some of
+        them `observed`; None for more rows than any has."""
         if rows > ROW_BUCKETS[-1]:
             return None
         room = next(bucket for bucket in ROW_BUCKETS if rows <= bucket)
-        return Bucket(room, _doubled(pages), _doubled(sink_pages) if sink_pages else 0)
+        return Bucket(room, _doubled(pages), _doubled(sink_pages) if sink_pages else 0, observed)
 
     def inputs(self, bucket: Bucket) -> Inputs:
         """The block to be loaded before `run`. The bucket used least recently goes when there are too many."""

@@ -35,6 +35,9 @@ class Sizes:
     logits: int
     sink_pages: int = 0  # of all rows
     max_sink_pages: int = 0  # of one; 0: no row sees sinks
+    observed: int = 0  # rows
+    observed_pages: int = 0  # of all of them
+    max_observed_pages: int = 0  # of one
     bounded_chunks: bool = False  # some row of a chunk has a window of its own
 
     @staticmethod
@@ -46,14 +49,17 @@ class Sizes:
             chunk_pages=len(arranged.chunk_places), max_chunk_pages=arranged.max_chunk_pages,
             max_chunk_rows=arranged.max_chunk_rows, spans=len(arranged.spans), logits=len(arranged.logit_rows),
             sink_pages=len(arranged.sinks.places), max_sink_pages=arranged.sinks.max_pages,
+            observed=len(arranged.observed.rows), observed_pages=len(arranged.observed.places),
+            max_observed_pages=arranged.observed.max_pages,
             bounded_chunks=bool(arranged.windows[arranged.decode_rows :].any()),
         )  # fmt: skip
 
     @staticmethod
-    def of_decode(rows: int, pages: int, sink_pages: int) -> Sizes:
+    def of_decode(rows: int, pages: int, sink_pages: int = 0, observed: bool = False) -> Sizes:
         """For up to `rows` decode rows of up to `pages` pages each, all of which give logits, and the sinks of up to
-        `sink_pages`, if not 0, that each sees."""
-        return Sizes(rows, rows, rows * pages, pages, 0, 0, 0, 0, rows, rows, rows * sink_pages, sink_pages)
+        `sink_pages`, if not 0, that each sees; and, if some are `observed`, for observing all."""
+        watched = (rows, rows * pages, pages) if observed else (0, 0, 0)
+        return Sizes(rows, rows, rows * pages, pages, 0, 0, 0, 0, rows, rows, rows * sink_pages, sink_pages, *watched)
 
     @property
     def sink_rows(self) -> int:
@@ -67,10 +73,16 @@ class Inputs:
     Rows that a pass does not fill are token 0 at position 0 of no sequence: they see nothing, and write nothing.
 
     Args:
+        kv_heads: of the pages.
         row_width, dtype: of the rows of an embedding that does not lie on the card; 0 where it does.
+
+    Attributes:
+        masses: fp32 [observed pages, kv_heads]: what a pass adds up there, see `attention.observe`.
     """
 
-    def __init__(self, sizes: Sizes, base: Tensor, row_width: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, sizes: Sizes, base: Tensor, kv_heads: int, row_width: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.sizes = sizes
         self._base = base
         places: dict[str, tuple[int, int, np.dtype[np.int64] | np.dtype[np.int32]]] = {}
@@ -80,7 +92,9 @@ class Inputs:
             ("span_pages", sizes.spans, wide), ("sink_pages", sizes.sink_pages, wide), ("tokens", sizes.rows, narrow),
             ("positions", sizes.rows, narrow), ("angles", sizes.rows, narrow), ("windows", sizes.rows, narrow),
             ("sink_offsets", sizes.sink_rows + 1, narrow), ("sink_lengths", sizes.sink_rows, narrow),
-            ("seen_from", sizes.sink_rows, narrow),
+            ("seen_from", sizes.sink_rows, narrow), ("observed_pages", sizes.observed_pages, wide),
+            ("observed_rows", sizes.observed, narrow), ("observed_offsets", sizes.observed + 1, narrow),
+            ("observed_lengths", sizes.observed, narrow),
             ("decode_offsets", sizes.decode_rows + 1, narrow), ("decode_lengths", sizes.decode_rows, narrow),
             ("chunk_offsets", sizes.chunks + 1, narrow), ("chunk_lengths", sizes.chunks, narrow),
             ("chunk_rows", sizes.chunks + 1, narrow), ("spans", 3 * sizes.spans, narrow),
@@ -98,6 +112,8 @@ class Inputs:
 
         self._near_rows = torch.zeros((sizes.rows, row_width), dtype=dtype, pin_memory=on_card)
         self._far_rows = self._near_rows.to(base.device) if on_card else self._near_rows
+
+        self.masses = torch.zeros((sizes.observed_pages, kv_heads), dtype=torch.float32, device=base.device)
 
     @property
     def embedded(self) -> Tensor:
@@ -128,6 +144,11 @@ class Inputs:
     def seen_from(self) -> Tensor:
         """int32 [rows]: where a row's query stands for its sinks. Empty where nobody sees any."""
         return self._views["seen_from"]
+
+    @property
+    def observed_rows(self) -> Tensor:
+        """int32 [observed]"""
+        return self._views["observed_rows"]
 
     @property
     def logit_rows(self) -> Tensor:
@@ -168,6 +189,14 @@ class Inputs:
             layout, views["sink_pages"], offsets, views["sink_lengths"][rows], self.sizes.max_sink_pages, self._base
         )
 
+    def observed_table(self, layout: PageLayout) -> PageTable:
+        """The pages of the observed rows."""
+        views = self._views
+        return PageTable(
+            layout, views["observed_pages"], views["observed_offsets"], views["observed_lengths"],
+            self.sizes.max_observed_pages, self._base,
+        )  # fmt: skip
+
     def spans(self, layout: PageLayout) -> Spans:
         """Where the rows are written."""
         return Spans(layout, self._views["span_pages"], self._views["spans"].view(-1, 3), self._base)
@@ -180,14 +209,16 @@ class Inputs:
         arrays = self._arrays
         for name in ("tokens", "positions", "angles", "windows", "decode_lengths", "chunk_lengths", "logit_rows"):
             _put(arrays[name], getattr(arranged, name), 0)
-        sinks = arranged.sinks
+        sinks, observed = arranged.sinks, arranged.observed
         for name, numbers in (
-            ("sink_offsets", sinks.offsets), ("sink_lengths", sinks.lengths), ("seen_from", sinks.seen_from)
+            ("sink_offsets", sinks.offsets), ("sink_lengths", sinks.lengths), ("seen_from", sinks.seen_from),
+            ("observed_rows", observed.rows), ("observed_lengths", observed.lengths),
         ):  # fmt: skip
             _put(arrays[name], numbers, 0)
         for name in ("decode_offsets", "chunk_offsets", "chunk_rows"):
             values = getattr(arranged, name)
             _put(arrays[name], values, int(values[-1]))
+        _put(arrays["observed_offsets"], observed.offsets, int(observed.offsets[-1]))
         _put(arrays["spans"], arranged.spans.reshape(-1), 0)
         self._put_pages(arranged, pages)
         self._send()
@@ -207,6 +238,7 @@ class Inputs:
         for name, places in (
             ("decode_pages", arranged.decode_places), ("chunk_pages", arranged.chunk_places),
             ("span_pages", arranged.span_places), ("sink_pages", arranged.sinks.places),
+            ("observed_pages", arranged.observed.places),
         ):  # fmt: skip
             _put(self._arrays[name], pages[places], 0)
 

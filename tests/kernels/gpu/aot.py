@@ -106,6 +106,7 @@ def attention_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     qkv = meta(8, model.heads + 2 * model.kv_heads, model.head_dim)
     queries = qkv[:, : model.heads]
     windows = meta(8, dtype=torch.int32)  # as a decoder gives them, whether rows have bounds or not
+    yield "decode mass", plan_decode(queries, table(model, 8, 512), model.layers - 1, want_mass=True)
     for name, options in (("decode", {}), ("decode mass window", {"want_mass": True, "window": 4096})):
         yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, windows=windows, **options)
     for format in PACKED:

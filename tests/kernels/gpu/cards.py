@@ -85,7 +85,8 @@ def write_llama(directory: Path, more: dict[str, Any]) -> None:
     for layer in range(config["num_hidden_layers"]):
         for name, rows in (("q", 32), ("k", 16), ("v", 16), ("o", WIDTH)):
             shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, WIDTH)
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = (rows,)
+            if config["attention_bias"]:
+                shapes[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = (rows,)
         for name in ("gate", "up", "down"):
             shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (WIDTH, WIDTH)
         for name in ("input_layernorm", "post_attention_layernorm"):

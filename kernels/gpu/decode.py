@@ -170,8 +170,8 @@ def plan_splits(
 ) -> tuple[Call | Launch, ...]:
     """The launches that leave a row's attention in parts, to be merged.
 
-    parts      contiguous fp32 out [num_splits, batch, heads, head_dim] and lse [num_splits, batch, heads]. Without out no
-               values are read
+    parts      contiguous fp32 out [num_splits, batch, heads, head_dim] and lse [num_splits, batch, heads]. Without out
+               no values are read
     table      the pages of two rows may be the same ones: of the offsets only the first of each row counts
     page_lses  fp32 [all pages, heads], that of each page is left there
 

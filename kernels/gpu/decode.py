@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tierd.kernels.gpu.launch import Call, Launch, Plan, check_tensor, next_power_of_2
 from tierd.kernels.gpu.merge import Merged, plan_merge
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile, places, query_dtypes, turning
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, copy_places, load_either, places, query_dtypes, turning
 from tierd.kernels.gpu.softmax import LN_2, accumulate, finished, finite_or_zero, scores_of
 from tierd.kernels.layout import PAGE_TOKENS
 
@@ -56,6 +56,7 @@ def _decode_kernel(
     queries, pages, offsets, lengths, positions, windows, base, outs, lses, page_lses,
     q_row, q_head, q_dim, outs_split, outs_row, outs_head, lses_split, lses_row,
     heads, group, head_blocks, window, layer_offset, value_offset, key_stride, value_stride, scale, soft_cap,
+    copies, copy_base, copy_layer, copy_values, COPY_BYTES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, SPLIT: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_WINDOWS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
@@ -88,11 +89,10 @@ def _decode_kernel(
         token = start + tl.arange(0, BLOCK_N)
         page = token // 16
         present = (page < num_pages) & (page * 16 + 16 > low)
-        keys, values = load_tile(
-            pages + first_page, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
-            KEY_BITS, VALUE_BITS,
+        keys, values = load_either(
+            x, pages, copies, first_page, base, copy_base, key_plane, value_plane, kv_head, copy_layer, copy_values,
+            start, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP, KEY_BITS, VALUE_BITS, COPY_BYTES,
         )  # fmt: skip
-        keys, values = keys.to(x.dtype), values.to(x.dtype)
         seen = (token >= low) & (token < high)
         scores = scores_of(x, keys, seen[None, :], scale, soft_cap, HAS_CAP)
         if HAS_MASS:
@@ -190,7 +190,7 @@ def plan_splits(
         "q_row": turned.stride(0), "q_head": turned.stride(1), "q_dim": turned.stride(2),
         "outs_split": parts.out.stride(0), "outs_row": parts.out.stride(1), "outs_head": parts.out.stride(2),
         "lses_split": parts.lse.stride(0), "lses_row": parts.lse.stride(1), "head_blocks": head_blocks,
-        **places(layout, layer),
+        **places(layout, layer), **copy_places(table.copies, layer),
         "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap,
         "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_N": 32 if wide else 16,
         "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "HAS_CAP": soft_cap > 0, "HAS_MASS": page_lses is not None,

@@ -20,6 +20,8 @@ from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.inputs import Inputs
 from tierd.kernels.gpu.launch import Plan
 from tierd.kernels.gpu.merge import Merged, plan_merge
+from tierd.kernels.gpu.pages import turning
+from tierd.kernels.gpu.write import plan_write
 from tierd.kernels.layout import PageLayout
 
 
@@ -30,6 +32,14 @@ class Turned(NamedTuple):
     keys: Tensor  # [rows, kv_heads, head_dim]
     values: Tensor  # the same
     sink_queries: Tensor | None  # [rows, heads, head_dim]; None where nobody sees sinks
+
+
+def write(layer: int, keys: Tensor, values: Tensor, inputs: Inputs, layout: PageLayout) -> None:
+    """Launches it: keys and values of the rows to their pages, and to the exact copies of those that have one."""
+    plan_write(keys, values, inputs.spans(layout), layer).run()
+    if (copies := inputs.copy_spans()) is not None:
+        turned, turn = turning(keys, layout)
+        Plan(None, (), (*turn, *plan_write(turned, values, copies, layer).launches)).run()
 
 
 def attend(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int) -> Tensor:

@@ -10,7 +10,7 @@ elements holds because `PageTable.build` checks it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -131,6 +131,13 @@ class PageTable:
 def value_dtype(layout: PageLayout, activations: torch.dtype) -> torch.dtype:
     """The type of queries, keys and values for pages of this layout: the pages' own, or that of the activations."""
     return PAGE_DTYPES.get(layout.format, activations)
+
+
+def copy_layout(layout: PageLayout, activations: torch.dtype) -> PageLayout | None:
+    """That of exact copies of pages: they hold what is computed. None for pages that are exact themselves."""
+    if layout.format in PAGE_DTYPES:
+        return None
+    return replace(layout, format=next(name for name, dtype in PAGE_DTYPES.items() if dtype == activations))
 
 
 def base_of(layout: PageLayout, device: torch.device) -> Tensor:

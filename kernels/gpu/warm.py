@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tierd.kernels.gpu.decoder import GpuDecoder
     from tierd.kernels.gpu.layers import GpuLayer
 
-_BOUND = Bound(window=16, sinks=1, lead=1)  # no row needs more than three pages
+_BOUND = Bound(window=16, sinks=1, lead=1)
 _CHUNK = 16
 
 
@@ -30,16 +30,19 @@ class _Pass(NamedTuple):
 def warm_up(
     decoder: GpuDecoder, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None]
 ) -> None:
-    """Runs a pass of one row, one of a chunk, and one of both with what memory modes take: a window, sinks, and a row
-    that is observed. All of them write to one page of their own."""
+    """Runs passes of one row and of a chunk, as they are and with what memory modes take: a window, sinks, a row that
+    is observed. All of them write to one page of their own."""
     size = decoder.layout.page_tokens
     record = torch.zeros(decoder.layout.record_bytes + 64, dtype=torch.uint8, device=decoder.device)
     memory = Range(-(-record.data_ptr() // 64) * 64, decoder.layout.record_bytes)
     passes = [_Pass([(0, 1)]), _Pass([(0, _CHUNK)])]
     first = _BOUND.window + _BOUND.sinks
     if decoder.has_far:
-        bounds = np.array([_BOUND, _BOUND, Bound()], np.int32)
-        passes.append(_Pass([(first, 1), (first, 2), (0, 1)], bounds, np.array([3], np.int32)))
+        passes += [
+            _Pass([(first, 1), (0, 1)], np.array([_BOUND, Bound()], np.int32), np.array([1], np.int32)),
+            _Pass([(first, 2)], np.array([_BOUND], np.int32)),
+            _Pass([(first, 2)], np.array([Bound(_BOUND.window)], np.int32)),
+        ]
     passes = [
         each for each in passes
         if sum(count for _, count in each.spans) <= decoder.max_rows

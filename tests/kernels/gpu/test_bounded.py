@@ -105,6 +105,12 @@ def test_layer_by_layer_gives_the_bits_of_one_pass() -> None:
     assert len(asked) == 1
 
 
+def test_what_modes_launch_is_compiled_ahead() -> None:
+    told: list[tuple[int, int]] = []
+    on_card(tiny_model(**SMALL, windows=(0,)), far=far).warm_up(lambda *at: told.append(at))
+    assert told == [(n, 5) for n in range(6)]
+
+
 def test_without_angles_beyond_the_tables_rows_end_there() -> None:
     model = tiny_model(**SMALL, windows=(0,))
     (sequence,), slots = sequences(6, model, [TABLE + 1], [Bound(20, 5)])

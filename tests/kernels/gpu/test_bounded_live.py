@@ -69,9 +69,15 @@ def test_the_tokens_of_the_cpu_cold_and_in_company(
 @pytest.mark.long
 def test_restored_streamed_and_resumed(model: Path, tmp_path: Path, on_card: Callable[[], None]) -> None:
     wanted = asks()
+    with Live(model, tmp_path / "cpu", device=60, nvme=0) as live:
+        right = said(live, wanted)
+        again = {"tokens": [*wanted[0]["tokens"], *right[0]], "max_tokens": 8}
+        (exact,) = said(live, [again])
     on_card()
     with Live(model, tmp_path / "store", device=60, nvme=60, max_batch_rows=40) as live:
-        right = [said(live, [ask])[0] for ask in wanted]
+        assert [said(live, [ask])[0] for ask in wanted] == right
+        ((tokens, end),) = live.run([again])  # of the text before it what was bounded is not used
+        assert tokens == exact and 16 <= end.data["usage"].cached_tokens < 32
         resumed = [ask | {"resume": tuple(tokens[:7])} for ask, tokens in zip(wanted, right, strict=True)]
         assert said(live, resumed) == [tokens[7:] for tokens in right]
         live.flush()

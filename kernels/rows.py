@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,8 @@ class Ladder(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """Exact copies of some pages of a pass: records of fp32, whose keys are turned as those of packed pages are.
+    """Exact copies of some pages of a pass: records of fp32 (on a card of what it computes with), whose keys are turned
+    as those of packed pages are.
 
     Of a page that has one, this is what rows read, and rows that are written into the page are written into it as well.
     Both pages of a step of attention (32 tokens from a multiple of 32 on) have one, or none has; where a sequence ends
@@ -104,10 +106,11 @@ class Exact(NamedTuple):
     """
 
     pages: NDArray[np.int64]  # addresses of the copies, one for each page; 0: it has none
-    memory: NDArray[np.uint8]  # that they lie in
+    memory: Any  # that they lie in: an array, or a range of addresses on a card
 
 
 LADDER_STEP = 32  # what attention reads at a time: two pages
+_STEP_PAGES = LADDER_STEP // PAGE_TOKENS
 BASE_TOKENS = 256  # sums of attention begin anew there: bits must not depend on where the pages begin
 MAX_POSITION = 1 << 30
 
@@ -187,6 +190,22 @@ def check_observed(rows: Ints, placed: Placed) -> None:
         raise ValueError(f"rows {rows.min()} to {rows.max()} are to be observed, the pass has {count}")
     if placed.records is not None and placed.records[rows, :2].any():
         raise ValueError("a row with a window can't be observed")
+
+
+def check_exact(exact: Exact, page_offsets: Ints, bounds: Ints | None) -> None:
+    """Raises ValueError for copies that are not there by whole steps, or that belong to a sequence with a bound. Where
+    they lie is for whoever knows their format."""
+    check_vector("exact pages", exact.pages, np.int64)
+    if len(exact.pages) != page_offsets[-1]:
+        raise ValueError(f"page_offsets speak of {page_offsets[-1]} pages, got {len(exact.pages)} exact ones")
+    there = exact.pages != 0
+    for sequence, (first, stop) in enumerate(itertools.pairwise(page_offsets.tolist())):
+        of_one = there[first:stop]
+        if bounds is not None and bounds[sequence].any() and of_one.any():
+            raise ValueError("rows with a bound have no exact copies")
+        whole = len(of_one) // _STEP_PAGES * _STEP_PAGES
+        if (of_one[:whole:_STEP_PAGES] != of_one[1:whole:_STEP_PAGES]).any():
+            raise ValueError(f"of {_STEP_PAGES} pages that are read together one has an exact copy, and one has none")
 
 
 def check_vector(name: str, array: NDArray[np.integer], dtype: type[np.integer]) -> None:

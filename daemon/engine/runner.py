@@ -126,7 +126,9 @@ class ChoosingDecoder(Protocol):
         page_offsets: Ints,
         logit_rows: Ints,
         bounds: Ints | None,
-        *,
+        between: None,
+        observed: Ints | None,
+        exact: Exact | None,
         choices: CardChoosing,
     ) -> Logits: ...
 
@@ -231,7 +233,11 @@ class Runner:
             batch.logit_rows,
         )
         if choices is not None:
-            return cast("ChoosingDecoder", own).forward(*arguments, batch.bounds, choices=choices)
+            copies = None if batch.exact is None or self._copies is None else Exact(batch.exact, self._copies)
+            choosing_decoder = cast("ChoosingDecoder", own)
+            return choosing_decoder.forward(
+                *arguments, batch.bounds, None, batch.observed, copies, choices
+            )
         if batch.exact is not None and self._copies is not None:
             copies = Exact(batch.exact, self._copies)
             return own.forward(*arguments, batch.bounds, between, batch.observed, copies)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from tierd.kernels.cpu.attention import SEGMENT_TOKENS
 from tierd.kernels.cpu.attention_step import STEP_TOKENS
 from tierd.kernels.cpu.simd import load_i32, load_i64
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
-from tierd.kernels.rows import Batch, Exact, Ints, check_vector
+from tierd.kernels.rows import Batch, Exact, Ints, check_exact, check_vector
 
 Addresses = NDArray[np.int64]
 Memory = NDArray[np.uint8]
@@ -66,22 +65,12 @@ class Cut(NamedTuple):
     cut_rows: Ints
 
 
-def check_exact(exact: Exact, batch: Batch, bounds: Ints | None, layout: PageLayout) -> None:
-    """Raises ValueError for copies that the kernels must not touch, that are not there by whole steps, or that belong
-    to a sequence with a bound."""
-    check_vector("exact pages", exact.pages, np.int64)
-    if len(exact.pages) != batch.page_offsets[-1]:
-        raise ValueError(f"page_offsets speak of {batch.page_offsets[-1]} pages, got {len(exact.pages)} exact ones")
-    there = exact.pages != 0
+def check_copies(exact: Exact, batch: Batch, bounds: Ints | None, layout: PageLayout) -> None:
+    """Raises ValueError for copies that the kernels must not touch, and as `check_exact`."""
+    check_exact(exact, batch.page_offsets, bounds)
     record = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
-    check_pages(exact.pages[there], np.array([0]), [exact.memory], record, range(layout.num_layers))
-    for sequence, (first, stop) in enumerate(itertools.pairwise(batch.page_offsets.tolist())):
-        of_one = there[first:stop]
-        if bounds is not None and bounds[sequence].any() and of_one.any():
-            raise ValueError("rows with a bound have no exact copies")
-        whole = len(of_one) // _STEP_PAGES * _STEP_PAGES
-        if (of_one[:whole:_STEP_PAGES] != of_one[1:whole:_STEP_PAGES]).any():
-            raise ValueError(f"of {_STEP_PAGES} pages that are read together one has an exact copy, and one has none")
+    there = exact.pages[exact.pages != 0]
+    check_pages(there, np.array([0]), [exact.memory], record, range(layout.num_layers))
 
 
 def cut_attention(

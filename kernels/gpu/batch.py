@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
-from tierd.kernels.rows import Batch, Ints, Placed, check_observed, place
+from tierd.kernels.rows import Batch, Exact, Ints, Placed, check_exact, check_observed, place
 
 Addresses = NDArray[np.int64]
-_NOBODY = np.empty(0, np.int32)
+_NOBODY, _NOWHERE = np.empty(0, np.int32), np.empty(0, np.int64)
 ALIGN_BYTES = 64  # of a record's address: what the kernels' vector loads are told
 
 
@@ -86,6 +86,7 @@ class Arranged:
     sinks: Sinks
     far: Ints  # positions beyond the tables
     observed: Observed
+    copies: Addresses  # exact ones of the caller's pages, 0 for one that has none; empty where all have none
 
     def with_logits(self, rows: Ints) -> Arranged:
         """The same pass with logits of other rows."""
@@ -115,7 +116,7 @@ class Arranged:
 def arrange(
     tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, page_tokens: int,
     vocab: int, context: int, max_rows: int, bounds: Ints | None = None, has_far: bool = False,
-    observed: Ints | None = None,
+    observed: Ints | None = None, copies: Addresses | None = None,
 ) -> Arranged:  # fmt: skip
     """Arranges a pass, see `GpuDecoder.forward`. Raises ValueError for rows that don't fit one another or the model."""
     placed = place(
@@ -157,6 +158,7 @@ def arrange(
         sinks=_sinks(placed, order),
         far=_NOBODY if placed.far is None else placed.far,
         observed=_observed(_NOBODY if observed is None else observed, placed, new_row),
+        copies=_NOWHERE if copies is None or not copies.any() else copies.copy(),
     )
 
 
@@ -179,6 +181,20 @@ def check_addresses(
             f"page {page}: {size} bytes at address {slices[page]} do not lie, aligned to {ALIGN_BYTES}, within one of "
             "the memories that the card reads"
         )
+
+
+def checked_copies(
+    exact: Exact | None, page_offsets: Ints, bounds: Ints | None, layout: PageLayout | None
+) -> Addresses | None:
+    """The addresses of the exact copies of a pass, records of `layout`. Raises ValueError for those that don't fit."""
+    if exact is None:
+        return None
+    if layout is None:
+        raise ValueError("pages that are exact have no exact copies")
+    check_exact(exact, page_offsets, bounds)
+    there = exact.pages[exact.pages != 0]
+    check_addresses(there, np.zeros(1, np.int32), ranges_of([exact.memory]), layout, range(layout.num_layers))
+    return exact.pages
 
 
 def range_of(memory: Any) -> Range:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tierd.kernels.gpu.launch import Call, Launch, Plan, check_tensor, next_power_of_2
 from tierd.kernels.gpu.merge import Merged, plan_merge
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile, places, query_dtypes, turning
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, copy_places, load_either, places, query_dtypes, turning
 from tierd.kernels.gpu.softmax import LN_2, accumulate, add_up, finished, finite_or_zero, scores_of
 from tierd.kernels.layout import PAGE_TOKENS
 
@@ -56,6 +56,7 @@ def _decode_kernel(
     queries, pages, offsets, lengths, positions, windows, base, outs, lses, page_lses,
     q_row, q_head, q_dim, outs_split, outs_row, outs_head, lses_split, lses_row,
     heads, group, head_blocks, window, layer_offset, value_offset, key_stride, value_stride, scale, soft_cap,
+    copies, copy_base, copy_layer, copy_values, COPY_BYTES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, SPLIT: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_WINDOWS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
@@ -89,11 +90,10 @@ def _decode_kernel(
         token = start + tl.arange(0, BLOCK_N)
         page = token // 16
         present = (page < num_pages) & (page * 16 + 16 > low)
-        keys, values = load_tile(
-            pages + first_page, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
-            KEY_BITS, VALUE_BITS,
+        keys, values = load_either(
+            x, pages, copies, first_page, base, copy_base, key_plane, value_plane, kv_head, copy_layer, copy_values,
+            start, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP, KEY_BITS, VALUE_BITS, COPY_BYTES,
         )  # fmt: skip
-        keys, values = keys.to(x.dtype), values.to(x.dtype)
         seen = (token >= low) & (token < high)
         scores = scores_of(x, keys, seen[None, :], scale, soft_cap, HAS_CAP)
         if HAS_MASS:
@@ -155,7 +155,7 @@ def num_splits(max_pages: int) -> int:
     return -(-max_pages * PAGE_TOKENS // SPLIT_TOKENS)
 
 
-def plan_splits(
+def split_launches(
     queries: Tensor,
     table: PageTable,
     layer: int,
@@ -201,7 +201,7 @@ def plan_splits(
         "q_row": turned.stride(0), "q_head": turned.stride(1), "q_dim": turned.stride(2),
         "outs_split": batch * heads * layout.head_dim, "outs_row": heads * layout.head_dim,
         "outs_head": layout.head_dim, "lses_split": batch * heads, "lses_row": heads, "head_blocks": head_blocks,
-        **places(layout, layer),
+        **places(layout, layer), **copy_places(table.copies, layer),
         "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap,
         "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_N": 32 if wide else 16,
         "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "HAS_CAP": soft_cap > 0, "HAS_MASS": page_lses is not None,
@@ -244,7 +244,7 @@ def plan_decode(
     page_lses = None
     if want_mass:
         page_lses = torch.empty((len(table.pages), heads), dtype=torch.float32, device=queries.device)
-    launches = plan_splits(
+    launches = split_launches(
         queries, table, layer, Merged(outs, lses), scale=scale, soft_cap=soft_cap, window=window, windows=windows,
         positions=positions, page_lses=page_lses,
     )  # fmt: skip
@@ -257,11 +257,11 @@ def plan_decode(
 
 
 def plan_masses(queries: Tensor, table: PageTable, layer: int) -> Plan[Tensor]:
-    """The `mass` of `decode`, without a window, and nothing else: no values are read. Twin: `reference.decode`."""
+    """`masses` without running it."""
     heads = check_queries(queries, table, layer, 0.0, 0)
     shapes = ((num_splits(table.max_pages), len(queries), heads), (len(table.pages), heads), (len(queries), heads))
     lses, page_lses, lse = (torch.empty(shape, dtype=torch.float32, device=queries.device) for shape in shapes)
-    launches = plan_splits(queries, table, layer, (None, lses), page_lses=page_lses)
+    launches = split_launches(queries, table, layer, (None, lses), page_lses=page_lses)
     together = Call(lambda: torch.logsumexp(lses, 0, out=lse))
     mass, launch = _plan_mass(table, page_lses, lse, _seen_by(table, 0, None, None))
     return Plan(mass, (lses, page_lses, lse, mass), (*launches, together, launch))
@@ -327,3 +327,11 @@ def decode(
         queries, table, layer, scale=scale, soft_cap=soft_cap, window=window, windows=windows, sinks=sinks,
         positions=positions, want_mass=want_mass,
     ).run()  # fmt: skip
+
+
+def masses(queries: Tensor, table: PageTable, layer: int) -> Tensor:
+    """The `mass` of `decode`, without a window, and nothing else: no values are read. Twin: `reference.decode`.
+
+    Raises ValueError for wrong shapes, types or devices.
+    """
+    return plan_masses(queries, table, layer).run()

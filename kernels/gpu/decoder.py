@@ -16,21 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierd.kernels.gpu.angles import AngleTables
-from tierd.kernels.gpu.attention import Turned, attend, masses_of, observe
-from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, ranges_of
+from tierd.kernels.gpu.attention import Turned, attend, masses_of, observe, write
+from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, checked_copies, ranges_of
 from tierd.kernels.gpu.choice import Asking, Choices, Choose, Choosing, check_tables
 from tierd.kernels.gpu.fused import Rotated, plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
 from tierd.kernels.gpu.inputs import Inputs, Sizes
 from tierd.kernels.gpu.launch import on_host, wait_for
 from tierd.kernels.gpu.layers import Ends, GpuLayer
-from tierd.kernels.gpu.pages import base_of, value_dtype
+from tierd.kernels.gpu.pages import base_of, copy_layout, value_dtype
 from tierd.kernels.gpu.products import product_plan, rows_plan
 from tierd.kernels.gpu.sample import plan_sample
 from tierd.kernels.gpu.warm import warm_up
-from tierd.kernels.gpu.write import plan_write
 from tierd.kernels.layout import PageLayout
-from tierd.kernels.rows import Ints
+from tierd.kernels.rows import Exact, Ints
 
 if TYPE_CHECKING:
     from tierd.kernels.cpu.step import Angles, DecoderShape
@@ -112,7 +111,7 @@ class GpuDecoder:
         self._layers, self._ends, self._dtype = list(layers), ends, dtype
         self.device = ends.final_norm.device
         self._base = base_of(layout, self.device)
-        self._page_dtype = value_dtype(layout, dtype)
+        self._page_dtype, self.copy_layout = value_dtype(layout, dtype), copy_layout(layout, dtype)
         self._angles = AngleTables(cos, sin, max_rows, far, self.device)
         self._embed_rows, self._capture, self._note = embed_rows, capture, note
         self._graphs: Graphs[_Passed] = Graphs(self._inputs, capture, note)
@@ -138,7 +137,7 @@ class GpuDecoder:
     def forward(
         self, memories: Sequence[Any], tokens: Ints, positions: Ints, row_seq: Ints, pages: Addresses,
         page_offsets: Ints, logit_rows: Ints, bounds: Ints | None = None, between: Callable[[], None] | None = None,
-        observed: Ints | None = None, choices: Choices | None = None,
+        observed: Ints | None = None, exact: Exact | None = None, choices: Choices | None = None,
     ) -> Floats:  # fmt: skip
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
@@ -149,13 +148,13 @@ class GpuDecoder:
         """
         self._require_all()
         if between is not None:
-            self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, observed)
+            self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, observed, exact)
             for layer in range(len(self._layers)):
                 between()
                 self.layer(layer, memories, pages)
             return self.finish()
         ranges = ranges_of(memories)
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed, exact)
         check_addresses(pages, page_offsets, ranges, self.layout, range(len(self._layers)))
         if choices is not None:
             check_tables(choices, ranges, self.layout)
@@ -169,7 +168,7 @@ class GpuDecoder:
     ) -> Ints:  # fmt: skip
         """As `forward`, and draws on the card: a token for each row of logits, -1 where they are not finite."""
         self._require_all()
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, None, None)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, None, None, None)
         check_addresses(pages, page_offsets, ranges_of(memories), self.layout, range(len(self._layers)))
         self._open = None
         with torch.cuda.stream(self._stream):
@@ -180,12 +179,12 @@ class GpuDecoder:
 
     def start(
         self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, rows: None = None,
-        bounds: Ints | None = None, observed: Ints | None = None,
+        bounds: Ints | None = None, observed: Ints | None = None, exact: Exact | None = None,
     ) -> None:  # fmt: skip
         """Opens a pass that is computed layer by layer. Arguments and errors as for `forward`."""
         if rows is not None:
             raise ValueError("the card finds the rows of the embedding itself: none are handed in")
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed, exact)
         with torch.cuda.stream(self._stream):
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, np.zeros(int(page_offsets[-1]), np.int64))
@@ -275,13 +274,14 @@ class GpuDecoder:
 
     def _arranged(
         self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints,
-        bounds: Ints | None, observed: Ints | None,
+        bounds: Ints | None, observed: Ints | None, exact: Exact | None,
     ) -> Arranged:  # fmt: skip
         if not self._layers:
             raise ValueError("the decoder is closed")
         return arrange(
             tokens, positions, row_seq, page_offsets, logit_rows, self.layout.page_tokens, self.shape.vocab,
             self.context, self.max_rows, bounds, self.has_far, observed,
+            checked_copies(exact, page_offsets, bounds, self.copy_layout),
         )  # fmt: skip
 
     def _require_all(self) -> None:
@@ -291,7 +291,7 @@ class GpuDecoder:
 
     def _inputs(self, sizes: Sizes) -> Inputs:
         width = self.shape.hidden if self._embed_rows is not None else 0
-        return Inputs(sizes, self._base, self.layout.kv_heads, width, self._dtype)
+        return Inputs(sizes, self._base, self.layout.kv_heads, width, self._dtype, self.copy_layout)
 
     def _load(self, inputs: Inputs, arranged: Arranged, pages: Addresses) -> None:
         inputs.load(arranged, pages)
@@ -305,7 +305,7 @@ class GpuDecoder:
         if choices is None and arranged.decode_rows == len(arranged.tokens):
             is_observed = arranged.observed.max_pages > 0
             sizes = (arranged.decode_rows, arranged.max_decode_pages, arranged.sinks.max_pages)
-            bucket = Graphs.bucket(*sizes, is_observed)
+            bucket = Graphs.bucket(*sizes, is_observed, bool(len(arranged.copies)))
         if bucket is None:
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, pages)
@@ -361,7 +361,7 @@ class GpuDecoder:
         queries, keys = self._rotated(layer, qkv, shape.kv_heads, inputs.angles)
         values = qkv[:, shape.heads + shape.kv_heads :]
         sink_queries = self._rotated(layer, qkv, 0, inputs.seen_from).queries if inputs.sizes.sink_rows else None
-        plan_write(keys, values, inputs.spans(layout), index).run()
+        write(index, keys, values, inputs, layout)
         if chosen is not None:
             chosen(index, queries)
         if inputs.sizes.observed and not shape.windows[index]:

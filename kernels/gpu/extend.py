@@ -20,7 +20,7 @@ from torch import Tensor
 from tierd.kernels.gpu.decode import check_queries
 from tierd.kernels.gpu.launch import FLOAT_DTYPES, Launch, Plan, check_contiguous, check_tensor, next_power_of_2
 from tierd.kernels.gpu.merge import Merged
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile, places, turning
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, copy_places, load_either, places, turning
 from tierd.kernels.gpu.softmax import LOG2_E, accumulate, finished, scores_of
 
 MAX_GROUP = 64
@@ -44,6 +44,7 @@ def _extend_kernel(
     queries, new_keys, new_values, row_offsets, pages, offsets, lengths, windows, base, sinks, out, lse,
     q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, out_row, out_head, lse_row,
     window, layer_offset, value_offset, key_stride, value_stride, scale, soft_cap,
+    copies, copy_base, copy_layer, copy_values, COPY_BYTES: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOWS: tl.constexpr,
@@ -82,11 +83,10 @@ def _extend_kernel(
             token = start + tl.arange(0, BLOCK_N)
             page = token // 16
             present = (page * 16 < length) & (page * 16 + 16 > low)
-            keys, values = load_tile(
-                pages + first_page, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
-                KEY_BITS, VALUE_BITS,
+            keys, values = load_either(
+                x, pages, copies, first_page, base, copy_base, key_plane, value_plane, kv_head, copy_layer, copy_values,
+                start, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP, KEY_BITS, VALUE_BITS, COPY_BYTES,
             )  # fmt: skip
-            keys, values = keys.to(x.dtype), values.to(x.dtype)
             held = (token >= low) & (token < length)
             values = tl.where(held[:, None], values, 0.0).to(values.dtype)
             seen = held[None, :] & (length + row[:, None] - token[None, :] < reach)
@@ -173,7 +173,7 @@ def plan_extend(
         "k_row": turned_keys.stride(0), "k_head": turned_keys.stride(1), "k_dim": turned_keys.stride(2),
         "v_row": new_values.stride(0), "v_head": new_values.stride(1), "v_dim": new_values.stride(2),
         "out_row": out.stride(0), "out_head": out.stride(1), "lse_row": lse.stride(0), "window": window,
-        **places(layout, layer),
+        **places(layout, layer), **copy_places(table.copies, layer),
         "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap, "HEADS": group,
         "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_M": block_m,
         "BLOCK_N": block_n, "HAS_CAP": soft_cap > 0,

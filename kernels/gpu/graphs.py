@@ -30,6 +30,7 @@ class Bucket(NamedTuple):
     pages: int  # of a row
     sink_pages: int = 0  # of a row, beside the others; 0: nobody sees sinks
     observed: bool = False  # whether some row is
+    copies: bool = False  # whether some page has an exact one
 
 
 class Capturer(Protocol):
@@ -105,13 +106,15 @@ class Graphs(Generic[Result]):
         return GraphStats(self._captured, self._replayed, self._eager)
 
     @staticmethod
-    def bucket(rows: int, pages: int, sink_pages: int = 0, observed: bool = False) -> Bucket | None:
+    def bucket(
+        rows: int, pages: int, sink_pages: int = 0, observed: bool = False, copies: bool = False
+    ) -> Bucket | None:
         """The bucket of a step of `rows` decode rows with at most `pages` pages, and `sink_pages` with sinks, some of
-        them `observed`; None for more rows than any has."""
+        them `observed`, some pages with exact `copies`; None for more rows than any has."""
         if rows > ROW_BUCKETS[-1]:
             return None
         room = next(bucket for bucket in ROW_BUCKETS if rows <= bucket)
-        return Bucket(room, _doubled(pages), _doubled(sink_pages) if sink_pages else 0, observed)
+        return Bucket(room, _doubled(pages), _doubled(sink_pages) if sink_pages else 0, observed, copies)
 
     def inputs(self, bucket: Bucket) -> Inputs:
         """The block to be loaded before `run`. The bucket used least recently goes when there are too many."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tierd.kernels.gpu.batch import Addresses, Arranged
-from tierd.kernels.gpu.pages import PageTable
+from tierd.kernels.gpu.pages import Copies, PageTable, base_of
 from tierd.kernels.gpu.write import Spans
 from tierd.kernels.layout import PageLayout
 
@@ -39,6 +39,7 @@ class Sizes:
     observed_pages: int = 0  # of all of them
     max_observed_pages: int = 0  # of one
     bounded_chunks: bool = False  # some row of a chunk has a window of its own
+    copies: bool = False  # some page has an exact one
 
     @staticmethod
     def of(arranged: Arranged) -> Sizes:
@@ -51,15 +52,20 @@ class Sizes:
             sink_pages=len(arranged.sinks.places), max_sink_pages=arranged.sinks.max_pages,
             observed=len(arranged.observed.rows), observed_pages=len(arranged.observed.places),
             max_observed_pages=arranged.observed.max_pages,
-            bounded_chunks=bool(arranged.windows[arranged.decode_rows :].any()),
+            bounded_chunks=bool(arranged.windows[arranged.decode_rows :].any()), copies=bool(len(arranged.copies)),
         )  # fmt: skip
 
     @staticmethod
-    def of_decode(rows: int, pages: int, sink_pages: int = 0, observed: bool = False) -> Sizes:
+    def of_decode(
+        rows: int, pages: int, sink_pages: int = 0, observed: bool = False, copies: bool = False
+    ) -> Sizes:
         """For up to `rows` decode rows of up to `pages` pages each, all of which give logits, and the sinks of up to
         `sink_pages`, if not 0, that each sees; and, if some are `observed`, for observing all."""
         watched = (rows, rows * pages, pages) if observed else (0, 0, 0)
-        return Sizes(rows, rows, rows * pages, pages, 0, 0, 0, 0, rows, rows, rows * sink_pages, sink_pages, *watched)
+        return Sizes(
+            rows, rows, rows * pages, pages, 0, 0, 0, 0, rows, rows, rows * sink_pages, sink_pages, *watched,
+            copies=copies,
+        )  # fmt: skip
 
     @property
     def sink_rows(self) -> int:
@@ -75,16 +81,21 @@ class Inputs:
     Args:
         kv_heads: of the pages.
         row_width, dtype: of the rows of an embedding that does not lie on the card; 0 where it does.
+        copy_layout: of exact copies of the pages, where they can have some.
 
     Attributes:
         masses: fp32 [observed pages, kv_heads]: what a pass adds up there, see `attention.observe`.
     """
 
     def __init__(
-        self, sizes: Sizes, base: Tensor, kv_heads: int, row_width: int = 0, dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, sizes: Sizes, base: Tensor, kv_heads: int, row_width: int = 0, dtype: torch.dtype = torch.float32,
+        copy_layout: PageLayout | None = None,
+    ) -> None:  # fmt: skip
         self.sizes = sizes
         self._base = base
+        self._copy_layout = copy_layout
+        self._copy_base = base if copy_layout is None else base_of(copy_layout, base.device)
+        copies = int(sizes.copies)
         places: dict[str, tuple[int, int, np.dtype[np.int64] | np.dtype[np.int32]]] = {}
         wide, narrow, at = np.dtype(np.int64), np.dtype(np.int32), 0
         for name, count, kind in (
@@ -98,7 +109,9 @@ class Inputs:
             ("decode_offsets", sizes.decode_rows + 1, narrow), ("decode_lengths", sizes.decode_rows, narrow),
             ("chunk_offsets", sizes.chunks + 1, narrow), ("chunk_lengths", sizes.chunks, narrow),
             ("chunk_rows", sizes.chunks + 1, narrow), ("spans", 3 * sizes.spans, narrow),
-            ("logit_rows", sizes.logits, narrow),
+            ("logit_rows", sizes.logits, narrow), ("decode_copies", copies * sizes.decode_pages, wide),
+            ("chunk_copies", copies * sizes.chunk_pages, wide), ("span_copies", copies * sizes.spans, wide),
+            ("copy_spans", copies * 3 * sizes.spans, narrow),
         ):  # fmt: skip
             places[name] = (at, count, kind)
             at += -(-count * kind.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -170,7 +183,7 @@ class Inputs:
         views = self._views
         return PageTable(
             layout, views["decode_pages"], views["decode_offsets"], views["decode_lengths"],
-            self.sizes.max_decode_pages, self._base,
+            self.sizes.max_decode_pages, self._base, self._copies("decode_copies"),
         )  # fmt: skip
 
     def chunk_table(self, layout: PageLayout) -> PageTable:
@@ -178,7 +191,7 @@ class Inputs:
         views = self._views
         return PageTable(
             layout, views["chunk_pages"], views["chunk_offsets"], views["chunk_lengths"], self.sizes.max_chunk_pages,
-            self._base,
+            self._base, self._copies("chunk_copies"),
         )  # fmt: skip
 
     def sink_table(self, layout: PageLayout, rows: slice) -> PageTable:
@@ -201,6 +214,18 @@ class Inputs:
         """Where the rows are written."""
         return Spans(layout, self._views["span_pages"], self._views["spans"].view(-1, 3), self._base)
 
+    def copy_spans(self) -> Spans | None:
+        """Where the rows are written a second time, exactly; None where no page of the pass has a copy."""
+        if not self.sizes.copies or self._copy_layout is None:
+            return None
+        views = self._views
+        return Spans(self._copy_layout, views["span_copies"], views["copy_spans"].view(-1, 3), self._copy_base)
+
+    def _copies(self, name: str) -> Copies | None:
+        if not self.sizes.copies or self._copy_layout is None:
+            return None
+        return Copies(self._copy_layout, self._views[name], self._copy_base)
+
     def load(self, arranged: Arranged, pages: Addresses) -> None:
         """Puts a pass into the block, which has room for it, and on its way to the card.
 
@@ -220,6 +245,8 @@ class Inputs:
             _put(arrays[name], values, int(values[-1]))
         _put(arrays["observed_offsets"], observed.offsets, int(observed.offsets[-1]))
         _put(arrays["spans"], arranged.spans.reshape(-1), 0)
+        if len(arranged.copies):
+            self._put_copies(arranged)
         self._put_pages(arranged, pages)
         self._send()
 
@@ -233,6 +260,13 @@ class Inputs:
         self._near_rows[: len(values)] = values
         if self._far_rows is not self._near_rows:
             self._far_rows.copy_(self._near_rows, non_blocking=True)
+
+    def _put_copies(self, arranged: Arranged) -> None:
+        arrays, of_spans = self._arrays, arranged.copies[arranged.span_places]
+        _put(arrays["decode_copies"], arranged.copies[arranged.decode_places], 0)
+        _put(arrays["chunk_copies"], arranged.copies[arranged.chunk_places], 0)
+        _put(arrays["span_copies"], of_spans, 0)
+        _put(arrays["copy_spans"], np.where(of_spans[:, None] != 0, arranged.spans, 0).reshape(-1), 0)
 
     def _put_pages(self, arranged: Arranged, pages: Addresses) -> None:
         for name, places in (

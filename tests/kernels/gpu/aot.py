@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # Triton reads these when it is imported or compiles: no interpreter, a fresh cache (a cached kernel has no ptxas log).
@@ -40,7 +40,7 @@ from tierd.kernels.gpu.launch import Launch, Plan
 from tierd.kernels.gpu.matmul import plan_matmul
 from tierd.kernels.gpu.merge import plan_merge
 from tierd.kernels.gpu.packing import GpuMatrix
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable
+from tierd.kernels.gpu.pages import PAGE_DTYPES, Copies, PageTable
 from tierd.kernels.gpu.quant import reading
 from tierd.kernels.gpu.sample import plan_sample
 from tierd.kernels.gpu.selection import plan_bounds, plan_select
@@ -102,6 +102,12 @@ def table(model: Model, batch: int, pages: int, format: str = "bf16") -> PageTab
     )  # fmt: skip
 
 
+def with_copies(pages: PageTable) -> PageTable:
+    """Some of the pages have exact copies beside them."""
+    layout = replace(pages.layout, format="bf16")
+    return replace(pages, copies=Copies(layout, meta(len(pages.pages), dtype=torch.int64), meta(64)))
+
+
 def attention_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     qkv = meta(8, model.heads + 2 * model.kv_heads, model.head_dim)
     queries = qkv[:, : model.heads]
@@ -113,6 +119,9 @@ def attention_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
         yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, windows=windows, **options)
     for format in PACKED:
         yield f"decode {format}", plan_decode(queries, table(model, 8, 512, format), model.layers - 1, windows=windows)
+    for format in ("fp8", "k8v8", "k4v4"):
+        pages = with_copies(table(model, 8, 512, format))
+        yield f"decode {format} copies", plan_decode(queries, pages, model.layers - 1, windows=windows)
     outs, lses = meta(2, 8, model.heads, model.head_dim), meta(2, 8, model.heads, dtype=torch.float32)
     yield "merge", plan_merge(outs, lses)
 
@@ -134,6 +143,9 @@ def cache_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
         yield f"extend {format}", plan_extend(queries, keys, values, offsets, 2048, pages, 1)
         spans = Spans(pages.layout, meta(256, dtype=torch.int64), meta(256, 3, dtype=torch.int32), pages.base)
         yield f"write {format}", plan_write(keys, values, spans, 1)
+    for format in ("k8v8", "k4v4"):
+        pages = with_copies(table(model, 2, 512, format))
+        yield f"extend {format} copies", plan_extend(queries, keys, values, offsets, 2048, pages, 1)
 
 
 def matrix(format: WeightFormat, rows: int, cols: int) -> GpuMatrix:

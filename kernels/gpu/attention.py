@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierd.kernels.gpu.batch import Observed
-from tierd.kernels.gpu.decode import num_splits, plan_decode, plan_splits
+from tierd.kernels.gpu.decode import num_splits, plan_decode, plan_masses, plan_splits
 from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.inputs import Inputs
 from tierd.kernels.gpu.launch import Plan
@@ -106,15 +106,13 @@ def _room(splits: int, queries: Tensor) -> Merged:
 
 def observe(layer: int, queries: Tensor, inputs: Inputs, layout: PageLayout) -> None:
     """Adds to `inputs.masses` how much of its attention each observed row gives to its pages in a layer without a
-    window: the mean over the heads of a group. It computes what they see once more: nobody else is slowed down by it.
+    window: the mean over the heads of a group. Their scores are computed once more: nobody else is slowed down by it.
 
     What a row finds depends on its query, its position and its pages alone. Source of the idea: H2O (Zhang et al. 2023,
     arXiv 2306.14048). As `kernels.cpu.masses`.
     """
     watched = torch.index_select(queries, 0, inputs.observed_rows)
-    found = plan_decode(watched, inputs.observed_table(layout), layer, want_mass=True).run().mass
-    assert found is not None
-    inputs.masses.add_(found)
+    inputs.masses.add_(plan_masses(watched, inputs.observed_table(layout), layer).run())
 
 
 def masses_of(masses: Tensor, observed: Observed, group: int) -> NDArray[np.float64]:

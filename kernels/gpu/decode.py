@@ -26,7 +26,7 @@ from torch import Tensor
 from tierd.kernels.gpu.launch import Call, Launch, Plan, check_tensor, next_power_of_2
 from tierd.kernels.gpu.merge import Merged, plan_merge
 from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, copy_places, load_either, places, query_dtypes, turning
-from tierd.kernels.gpu.softmax import LN_2, accumulate, finished, finite_or_zero, scores_of
+from tierd.kernels.gpu.softmax import LN_2, accumulate, add_up, finished, finite_or_zero, scores_of
 from tierd.kernels.layout import PAGE_TOKENS
 
 SPLIT_TOKENS = 512
@@ -60,6 +60,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, SPLIT: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, HAS_WINDOWS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
+    HAS_OUT: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     kv_head, block = tl.program_id(1) // head_blocks, tl.program_id(1) % head_blocks
@@ -107,16 +108,20 @@ def _decode_kernel(
                 page_lse,
                 mask=is_head[:, None] & (of_tile < num_pages)[None, :],
             )
-        values = tl.where(seen[:, None], values, 0.0).to(values.dtype)
-        largest, total, sums = accumulate(scores, values, largest, total, sums)
+        if HAS_OUT:
+            values = tl.where(seen[:, None], values, 0.0).to(values.dtype)
+            largest, total, sums = accumulate(scores, values, largest, total, sums)
+        else:  # then the compiler leaves out the loads of values
+            largest, total = add_up(scores, largest, total)
     out, lse = finished(largest, total, sums)
     tl.store(lses + split * lses_split + row * lses_row + head, lse, mask=is_head)
-    if begin < end:
-        tl.store(
-            outs + split * outs_split + row * outs_row + (head * outs_head)[:, None] + d[None, :],
-            out,
-            mask=is_head[:, None] & in_dim[None, :],
-        )
+    if HAS_OUT:
+        if begin < end:
+            tl.store(
+                outs + split * outs_split + row * outs_row + (head * outs_head)[:, None] + d[None, :],
+                out,
+                mask=is_head[:, None] & in_dim[None, :],
+            )
 
 
 @triton.jit
@@ -154,7 +159,7 @@ def plan_splits(
     queries: Tensor,
     table: PageTable,
     layer: int,
-    parts: Merged,
+    parts: tuple[Tensor | None, Tensor],
     *,
     scale: float | None = None,
     soft_cap: float = 0.0,
@@ -163,10 +168,14 @@ def plan_splits(
     positions: Tensor | None = None,
     page_lses: Tensor | None = None,
 ) -> tuple[Call | Launch, ...]:
-    """The launches that leave a row's attention in parts, to be merged: out fp32 [num_splits, batch, heads, head_dim]
-    and lse [num_splits, batch, heads] of contiguous `parts`. The pages of two rows may be the same ones, so only the
-    first of the table's offsets of each counts. `page_lses`: fp32 [all pages, heads], that of each page. Otherwise as
-    `decode`.
+    """The launches that leave a row's attention in parts, to be merged.
+
+    parts      contiguous fp32 out [num_splits, batch, heads, head_dim] and lse [num_splits, batch, heads]. Without out
+               no values are read
+    table      the pages of two rows may be the same ones: of the offsets only the first of each row counts
+    page_lses  fp32 [all pages, heads], that of each page is left there
+
+    Otherwise as `decode`.
     """
     layout = table.layout
     heads = check_queries(queries, table, layer, soft_cap, window)
@@ -177,8 +186,10 @@ def plan_splits(
         if vector is not None:
             check_tensor(name, vector, [torch.int32], [batch], queries)
     splits = num_splits(table.max_pages)
-    check_tensor("parts", parts.out, [torch.float32], [splits, batch, heads, layout.head_dim], queries)
-    check_tensor("parts", parts.lse, [torch.float32], [splits, batch, heads], queries)
+    outs, lses = parts
+    check_tensor("parts", lses, [torch.float32], [splits, batch, heads], queries)
+    if outs is not None:
+        check_tensor("parts", outs, [torch.float32], [splits, batch, heads, layout.head_dim], queries)
     # Tiles of some 16 KB, keys and values: with three stages two or three programs fit an SM of 100 KB.
     # Codes become numbers in registers: of two pages at once they would take all there are.
     wide = layout.format in PAGE_DTYPES and next_power_of_2(layout.head_dim) * layout.element_bytes <= 512
@@ -186,14 +197,15 @@ def plan_splits(
     turned, turn = turning(queries, layout)
     args = {
         **_seen_by(table, window, windows, positions), "heads": heads, "group": group, "queries": turned,
-        "pages": table.pages, "base": table.base, "outs": parts.out, "lses": parts.lse, "page_lses": page_lses,
+        "pages": table.pages, "base": table.base, "outs": outs, "lses": lses, "page_lses": page_lses,
         "q_row": turned.stride(0), "q_head": turned.stride(1), "q_dim": turned.stride(2),
-        "outs_split": parts.out.stride(0), "outs_row": parts.out.stride(1), "outs_head": parts.out.stride(2),
-        "lses_split": parts.lse.stride(0), "lses_row": parts.lse.stride(1), "head_blocks": head_blocks,
+        "outs_split": batch * heads * layout.head_dim, "outs_row": heads * layout.head_dim,
+        "outs_head": layout.head_dim, "lses_split": batch * heads, "lses_row": heads, "head_blocks": head_blocks,
         **places(layout, layer), **copy_places(table.copies, layer),
         "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap,
         "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_N": 32 if wide else 16,
         "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "HAS_CAP": soft_cap > 0, "HAS_MASS": page_lses is not None,
+        "HAS_OUT": outs is not None,
     }  # fmt: skip
     return *turn, Launch(_decode_kernel, (splits, layout.kv_heads * head_blocks, batch), args, 4, 3)
 
@@ -240,15 +252,30 @@ def plan_decode(
     launches, buffers = (*launches, *merged.launches), (outs, lses, *merged.buffers)
     if page_lses is None:
         return Plan(Decoded(*merged.result, None), buffers, launches)
-    group = heads // layout.kv_heads
-    mass = torch.empty((len(table.pages), layout.kv_heads), dtype=torch.float32, device=queries.device)
-    mass_args = {
-        **_seen_by(table, window, windows, positions), "heads": heads, "group": group, "page_lses": page_lses,
-        "lses": merged.result.lse, "mass": mass, "kv_heads": layout.kv_heads, "BLOCK_P": 64,
-        "BLOCK_G": next_power_of_2(group),
+    mass, launch = _plan_mass(table, page_lses, merged.result.lse, _seen_by(table, window, windows, positions))
+    return Plan(Decoded(*merged.result, mass), (*buffers, page_lses, mass), (*launches, launch))
+
+
+def plan_masses(queries: Tensor, table: PageTable, layer: int) -> Plan[Tensor]:
+    """The `mass` of `decode`, without a window, and nothing else: no values are read. Twin: `reference.decode`."""
+    heads = check_queries(queries, table, layer, 0.0, 0)
+    shapes = ((num_splits(table.max_pages), len(queries), heads), (len(table.pages), heads), (len(queries), heads))
+    lses, page_lses, lse = (torch.empty(shape, dtype=torch.float32, device=queries.device) for shape in shapes)
+    launches = plan_splits(queries, table, layer, (None, lses), page_lses=page_lses)
+    together = Call(lambda: torch.logsumexp(lses, 0, out=lse))
+    mass, launch = _plan_mass(table, page_lses, lse, _seen_by(table, 0, None, None))
+    return Plan(mass, (lses, page_lses, lse, mass), (*launches, together, launch))
+
+
+def _plan_mass(table: PageTable, page_lses: Tensor, lse: Tensor, seen_by: dict[str, Any]) -> tuple[Tensor, Launch]:
+    """Where the masses come to lie, and the launch that makes them of what pages and rows have."""
+    kv_heads, heads = table.layout.kv_heads, page_lses.shape[1]
+    mass = torch.empty((len(table.pages), kv_heads), dtype=torch.float32, device=lse.device)
+    args = {
+        **seen_by, "heads": heads, "group": heads // kv_heads, "page_lses": page_lses, "lses": lse, "mass": mass,
+        "kv_heads": kv_heads, "BLOCK_P": 64, "BLOCK_G": next_power_of_2(heads // kv_heads),
     }  # fmt: skip
-    mass_launch = Launch(_mass_kernel, (-(-table.max_pages // 64), len(queries), layout.kv_heads), mass_args)
-    return Plan(Decoded(*merged.result, mass), (*buffers, page_lses, mass), (*launches, mass_launch))
+    return mass, Launch(_mass_kernel, (-(-table.max_pages // 64), len(lse), kv_heads), args)
 
 
 def check_queries(queries: Tensor, table: PageTable, layer: int, soft_cap: float, window: int) -> int:

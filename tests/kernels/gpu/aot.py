@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tierd.kernels import card_bytes
-from tierd.kernels.gpu.decode import plan_decode
+from tierd.kernels.gpu.decode import plan_decode, plan_masses
 from tierd.kernels.gpu.embed import plan_embed
 from tierd.kernels.gpu.expand import plan_expand
 from tierd.kernels.gpu.extend import plan_extend
@@ -112,7 +112,9 @@ def attention_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     qkv = meta(8, model.heads + 2 * model.kv_heads, model.head_dim)
     queries = qkv[:, : model.heads]
     windows = meta(8, dtype=torch.int32)  # as a decoder gives them, whether rows have bounds or not
-    yield "decode mass", plan_decode(queries, table(model, 8, 512), model.layers - 1, want_mass=True)
+    yield "masses", plan_masses(queries, table(model, 8, 512), model.layers - 1)
+    for format in PACKED:
+        yield f"masses {format}", plan_masses(queries, table(model, 8, 512, format), model.layers - 1)
     for name, options in (("decode", {}), ("decode mass window", {"want_mass": True, "window": 4096})):
         yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, windows=windows, **options)
     for format in PACKED:

@@ -121,6 +121,18 @@ def test_each_row_may_have_a_window_of_its_own_beside_that_of_all() -> None:
         assert torch.equal(ours.mass, torch.cat(masses))
 
 
+@pytest.mark.parametrize(("format", "group"), [("fp32", 3), ("bf16", 16), ("fp16", 1)])
+def test_masses_alone_are_those_beside_the_attention(format: str, group: int) -> None:
+    """Of several splits, and of rows that see nothing."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [0, 33, kernel.SPLIT_TOKENS + 20]
+    case = paged(PageLayout(LAYERS, 2, 64, format), lengths, generator, spare_pages=1)
+    queries = draw((3, 2 * group, 64), case.dtype, generator)
+    found = run_poisoned(kernel.plan_masses(queries, case.table(), LAYER))
+    _, _, mass = reference.decode(queries, case.memories, case.layout, LAYER, case.pages, lengths, scale=0.125)
+    assert_close(found, mass, score_error(case, queries, 0.125))
+
+
 def test_rows_may_share_pages_and_parts_be_merged_later() -> None:
     generator = torch.Generator().manual_seed(4)
     case = paged(PageLayout(LAYERS, 1, 64, "fp32"), [40], generator)

@@ -57,12 +57,17 @@ def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
         return said(live, [ASK])[0]
 
 
-def test_the_tokens_of_the_cpu_and_going_on_within_a_page(
-    model: Path, right: list[int], tmp_path: Path, cards: list[FakeGpu]
-) -> None:
-    again = ASK | {"tokens": [*ASK["tokens"], right[0], 9], "max_tokens": 2}  # its last page begins as one that is known
+def test_the_tokens_of_the_cpu(model: Path, right: list[int], tmp_path: Path, cards: list[FakeGpu]) -> None:
     with engine(model, tmp_path, nvme=0) as live:
-        assert said(live, [ASK])[0] == right
+        assert said(live, [ASK])[0] == right and copies(live)["cached_pages"] > 0
+
+
+@pytest.mark.long
+def test_going_on_within_a_page(model: Path, right: list[int], tmp_path: Path, cards: list[FakeGpu]) -> None:
+    """Of a page that begins as a known one, the known copy is copied on the card."""
+    again = ASK | {"tokens": [*ASK["tokens"], right[0], 9], "max_tokens": 2}
+    with engine(model, tmp_path, nvme=0) as live:
+        said(live, [ASK])
         warm = said(live, [again])[0]
         assert copies(live)["made_up_rows"] == 0 < copies(live)["cached_pages"]
     with engine(model, tmp_path, nvme=0) as live:

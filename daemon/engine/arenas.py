@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from tierd.daemon.engine.backend import Backend
 from tierd.daemon.engine.ladder import Ladders
@@ -19,8 +23,9 @@ from tierd.daemon.units import human_bytes
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Ladder
 from tierd.tiers.arena import Arena
-from tierd.tiers.blocks import Block, HostBlock
+from tierd.tiers.blocks import Block
 from tierd.tiers.exact import ExactPages
+from tierd.tiers.store_io import address_of
 
 
 def arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) -> tuple[Arena, Arena]:
@@ -34,10 +39,10 @@ def arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) ->
 
 
 class Copies(NamedTuple):
-    """What keeps exact copies, and the arena of the one page that is written for nobody."""
+    """What keeps exact copies, and the memory of the one page that is written for nobody."""
 
     ladders: Ladders
-    nowhere: Arena
+    nowhere: npt.NDArray[np.uint8]
 
 
 def ladders(config: EngineConfig, layout: PageLayout, limits: Limits, backend: Backend) -> Copies | None:
@@ -53,11 +58,11 @@ def ladders(config: EngineConfig, layout: PageLayout, limits: Limits, backend: B
             param="kv_exact_last",
         )  # fmt: skip
     most = Ladder(config.kv_exact_first, config.kv_exact_last)
-    record = PageLayout(layout.num_layers, layout.kv_heads, layout.head_dim)
+    record = replace(layout, format=backend.copy_format)
     slots = copies_needed(most, limits.max_rows, limits.max_streams)
-    nowhere = _arena("nowhere", 1, layout, HostBlock, "kv_exact_last")
-    copies = _arena("exact", slots, record, HostBlock, "kv_exact_last")
-    return Copies(Ladders(ExactPages(copies), most, nowhere.address(0), layout.page_tokens), nowhere)
+    nowhere = backend.ring(layout.record_bytes)  # of a card's, in CPU memory: only rows that are made up write there
+    copies = ExactPages(_arena("exact", slots, record, backend.device_block, "kv_exact_last"), backend.copy)
+    return Copies(Ladders(copies, most, address_of(nowhere), layout.page_tokens), nowhere)
 
 
 def _arena(

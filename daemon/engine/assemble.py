@@ -292,14 +292,14 @@ def _runner(
     mover: Mover, backend: Backend, exact: Copies | None,
 ) -> Runner:  # fmt: skip
     """The decoder with what its pages lie in, and with who reads those in the store."""
-    arenas = (*arenas, exact.nowhere) if exact is not None else arenas
+    memories = [*(arena.memory for arena in arenas), *([exact.nowhere] if exact is not None else [])]
     staging = picker = None
     if store is not None:
         staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
         picker = Picker(store, mover, allocate=backend.ring)
     return Runner(
-        decoder, layout, [arena.memory for arena in arenas], staging, weights=weights, picker=picker,
-        copies=exact and exact.ladders.pages.arena.array,
+        decoder, layout, memories, staging, weights=weights, picker=picker,
+        copies=exact and exact.ladders.pages.arena.memory,
         selections=partial(backend.selection, layout, weights.shape),
     )  # fmt: skip
 

@@ -25,8 +25,9 @@ from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import Angles, CpuDecoder, DecoderShape
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block, HostBlock
+from tierd.tiers.copies import copy_on_host
 from tierd.tiers.cuda_driver import CudaDriver
-from tierd.tiers.gpu import Gpu, GpuError
+from tierd.tiers.gpu import Gpu, GpuError, Row
 from tierd.tiers.mover import Mover
 from tierd.tiers.store_io import huge_block
 
@@ -78,6 +79,15 @@ class Backend(Protocol):
 
     def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """CPU memory that kernels read while it is filled from the disk."""
+        ...
+
+    @property
+    def copy_format(self) -> str:
+        """Of exact copies beside packed pages: what is computed with."""
+        ...
+
+    def copy(self, dest: Row, source: Row) -> None:
+        """Copies a row of an arena; returns when it is there."""
         ...
 
     def mover(self, wake: Callable[[], None]) -> Mover:
@@ -150,6 +160,13 @@ class CpuBackend:
 
     def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         return huge_block(size_bytes)
+
+    @property
+    def copy_format(self) -> str:
+        return "fp32"
+
+    def copy(self, dest: Row, source: Row) -> None:
+        copy_on_host(dest, source)
 
     def mover(self, wake: Callable[[], None]) -> Mover:
         return Mover(wake=wake)

@@ -20,6 +20,7 @@ from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.kv_mode import Kind
 from tierd.daemon.models.catalog import Manifest
+from tierd.daemon.plan.auto_card import COPY_FORMAT
 from tierd.kernels.cpu.step import Angles, DecoderShape
 from tierd.kernels.gpu.choice import CardBounds
 from tierd.kernels.gpu.decoder import GpuDecoder
@@ -28,7 +29,7 @@ from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block
 from tierd.tiers.cuda_copies import CudaCopies
 from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock, pinned_array
-from tierd.tiers.gpu import Gpu, Stream
+from tierd.tiers.gpu import Gpu, Row, Stream
 from tierd.tiers.mover import Mover
 
 Floats = npt.NDArray[np.float32]
@@ -36,7 +37,7 @@ Floats = npt.NDArray[np.float32]
 # Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
 COPY_THREADS = 6
 PIN_TIMEOUT_S = 600.0
-MODES = frozenset(Kind) - {Kind.LADDER}  # what `GpuDecoder` has
+MODES = frozenset(Kind)  # what `GpuDecoder` has
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
 
 
@@ -113,6 +114,13 @@ class CudaBackend:
 
     def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         return pinned_array(self._gpu, size_bytes)
+
+    @property
+    def copy_format(self) -> str:
+        return COPY_FORMAT
+
+    def copy(self, dest: Row, source: Row) -> None:
+        self._copies.copy(dest, source)
 
     def mover(self, wake: Callable[[], None]) -> Mover:
         return Mover(COPY_THREADS, wake=wake, copy=self._copies.copy, crossing=self._copies)

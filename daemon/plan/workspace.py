@@ -95,12 +95,15 @@ def copies_needed(ladder: tuple[int, int], max_rows: int, max_streams: int) -> i
     return max_streams * (sum(ladder) // PAGE_TOKENS + 2) + -(-max_rows // PAGE_TOKENS)
 
 
-def exact_bytes(spec: ModelSpec, ladder: tuple[int, int], max_batch: int, max_streams: int) -> int:
-    """Memory of the exact copies beside packed pages; 0 without a ladder, whose last tokens are 0 then."""
+def exact_bytes(
+    spec: ModelSpec, ladder: tuple[int, int], max_batch: int, max_streams: int, copy_format: str = "fp32"
+) -> int:
+    """Memory of the exact copies beside packed pages; 0 without a ladder, whose last tokens are 0 then. `copy_format`:
+    what they hold (`Backend.copy_format`)."""
     if not ladder[1]:
         return 0
     max_rows = max(max_batch, max_streams + MIN_PREFILL_ROWS)
-    record = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim).record_bytes
+    record = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, copy_format).record_bytes
     return copies_needed(ladder, max_rows, max_streams) * record
 
 

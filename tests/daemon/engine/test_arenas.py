@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from tierd.daemon.engine import arenas
-from tierd.daemon.engine.backend import Backend
+from tierd.daemon.engine.backend import Backend, CpuBackend
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig
@@ -30,7 +30,10 @@ def config(**more: Any) -> EngineConfig:
 
 
 def backend(*modes: Kind) -> Backend:
-    return cast(Backend, SimpleNamespace(modes=modes))
+    """The CPU's, with other modes."""
+    cpu = CpuBackend(1)
+    same = {name: getattr(cpu, name) for name in ("ring", "copy", "copy_format", "device_block")}
+    return cast(Backend, SimpleNamespace(modes=modes, **same))
 
 
 def test_copies_take_what_the_plan_says() -> None:

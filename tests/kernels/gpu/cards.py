@@ -49,6 +49,8 @@ class FakeCard(CudaBackend):
 class ExactCard(FakeCard):
     """Activations of 32 bits: what the CPU says, but for the order of sums."""
 
+    copy_format = "fp32"
+
     def weights(
         self, config: EngineConfig, manifest: Manifest, max_rows: int, mover: Mover,
         progress: Callable[[int, int], None],
@@ -82,9 +84,12 @@ def write_llama(directory: Path, more: dict[str, Any]) -> None:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)
     }  # fmt: skip
+    size = config["head_dim"]
+    attended = 2 * size
     for layer in range(config["num_hidden_layers"]):
-        for name, rows in (("q", 32), ("k", 16), ("v", 16), ("o", WIDTH)):
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, WIDTH)
+        heads = (("q", attended, WIDTH), ("k", size, WIDTH), ("v", size, WIDTH), ("o", WIDTH, attended))
+        for name, rows, cols in heads:
+            shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, cols)
             if config["attention_bias"]:
                 shapes[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = (rows,)
         for name in ("gate", "up", "down"):

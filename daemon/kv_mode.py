@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from tierd.daemon.errors import BadRequest, suggest
 
@@ -34,6 +35,16 @@ MAX_CHARS = 64
 LADDER_STEP = 32  # as in `kernels.rows`
 MAX_LADDER_TOKENS = 1 << 16
 _HINT = f"window=N, sinks=S,window=W or h2o=N, in tokens; select=K, in pages; or {EXACT!r} for the whole context"
+
+
+class Kind(StrEnum):
+    """What a mode asks of the kernels: an engine's backend has some of them."""
+
+    WINDOW = "window"
+    SINKS = "sinks"
+    SELECT = "select"
+    H2O = "h2o"
+    LADDER = "exact_last"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,17 @@ class KvMode:
         if self.thins:
             return f"h2o={self.kept}"
         return f"sinks={self.sinks},window={self.window}" if self.sinks else f"window={self.window}"
+
+    @property
+    def kind(self) -> Kind:
+        """Which of the modes it is."""
+        if self.exact_last:
+            return Kind.LADDER
+        if self.selects:
+            return Kind.SELECT
+        if self.thins:
+            return Kind.H2O
+        return Kind.SINKS if self.sinks else Kind.WINDOW
 
     @property
     def selects(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,8 @@ class Ladder(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """Exact copies of some pages of a pass: records of `COPY_FORMAT`, whose keys are turned as in packed pages.
+    """Exact copies of some pages of a pass: records of `COPY_FORMAT` (on a card of what it computes with), whose keys
+    are turned as those of packed pages are.
 
     Of a page that has one, this is what rows read, and rows that are written into the page are written into it as well.
     Both pages of a step of attention (32 tokens from a multiple of 32 on) have one, or none has; where a sequence ends
@@ -104,11 +106,12 @@ class Exact(NamedTuple):
     """
 
     pages: NDArray[np.int64]  # addresses of the copies, one for each page; 0: it has none
-    memory: NDArray[np.uint8]  # that they lie in
+    memory: Any  # that they lie in: an array, or a range of addresses on a card
 
 
 COPY_FORMAT = "fp16"
 LADDER_STEP = 32  # what attention reads at a time: two pages
+_STEP_PAGES = LADDER_STEP // PAGE_TOKENS
 BASE_TOKENS = 256  # sums of attention begin anew there: bits must not depend on where the pages begin
 MAX_POSITION = 1 << 30
 
@@ -137,6 +140,73 @@ def check_bounds(batch: Batch, bounds: Ints, context: int, far: bool, page_token
         row = int(np.argmax(first < row_base))
         raise ValueError(f"row {row} sees token {first[row]}, its pages begin at {row_base[row]}")
     _check_range("positions", batch.positions, MAX_POSITION if far else context)
+
+
+class Placed(NamedTuple):
+    """A checked batch as the kernels take it: positions count from where each sequence's pages begin, and those pages
+    begin at `page_offsets`, behind the ones with sinks.
+
+    Each of `records` [rows, 5] is of one row: the window that it has beside its layer's (0: none), sinks that it sees,
+    the position they are seen from, its own position, and the row of the tables with its angles; below 0 it is row
+    -1 - angles of tables for the `far` positions alone. None: nobody is bounded.
+    """
+
+    batch: Batch
+    records: Ints | None = None
+    sink_offsets: Ints | None = None  # [sequences]
+    far: Ints | None = None
+    exact: Exact | None = None
+
+
+def place(batch: Batch, bounds: Ints | None, vocab: int, context: int, max_rows: int, has_far: bool) -> Placed:
+    """Checks a batch (see `check_batch`, `check_bounds`) and resolves its bounds."""
+    if bounds is None:
+        check_batch(batch, vocab, context, max_rows)
+        return Placed(batch)
+    check_rows(batch, vocab, max_rows)
+    check_bounds(batch, bounds, context, has_far)
+    window, sinks, lead, base = np.ascontiguousarray(bounds.T)
+    local = batch.positions - base[batch.row_seq]
+    check_positions(batch._replace(positions=local + PAGE_TOKENS * lead[batch.row_seq]), 2 * MAX_POSITION)
+    starts = batch.page_offsets.copy()
+    starts[:-1] += lead
+    row_window, row_sinks = window[batch.row_seq], sinks[batch.row_seq]
+    seen_from = row_sinks + row_window - 1
+    shifted = (row_sinks == 0) | (batch.positions > seen_from)
+    far = np.flatnonzero(batch.positions >= context)
+    angles = batch.positions.copy()
+    angles[far] = -1 - np.arange(len(far), dtype=np.int32)
+    columns = (row_window * shifted, row_sinks * shifted, seen_from, batch.positions, angles)
+    return Placed(
+        batch._replace(positions=local, page_offsets=starts), np.stack(columns, 1, dtype=np.int32),
+        batch.page_offsets[:-1].copy(), batch.positions[far],
+    )  # fmt: skip
+
+
+def check_observed(rows: Ints, placed: Placed) -> None:
+    """Raises ValueError for rows to be observed that the pass does not have, and for such with a window."""
+    check_vector("observed", rows, np.int32)
+    count = len(placed.batch.positions)
+    if len(rows) and not 0 <= rows.min() <= rows.max() < count:
+        raise ValueError(f"rows {rows.min()} to {rows.max()} are to be observed, the pass has {count}")
+    if placed.records is not None and placed.records[rows, :2].any():
+        raise ValueError("a row with a window can't be observed")
+
+
+def check_exact(exact: Exact, page_offsets: Ints, bounds: Ints | None) -> None:
+    """Raises ValueError for copies that are not there by whole steps, or that belong to a sequence with a bound. Where
+    they lie is for whoever knows their format."""
+    check_vector("exact pages", exact.pages, np.int64)
+    if len(exact.pages) != page_offsets[-1]:
+        raise ValueError(f"page_offsets speak of {page_offsets[-1]} pages, got {len(exact.pages)} exact ones")
+    there = exact.pages != 0
+    for sequence, (first, stop) in enumerate(itertools.pairwise(page_offsets.tolist())):
+        of_one = there[first:stop]
+        if bounds is not None and bounds[sequence].any() and of_one.any():
+            raise ValueError("rows with a bound have no exact copies")
+        whole = len(of_one) // _STEP_PAGES * _STEP_PAGES
+        if (of_one[:whole:_STEP_PAGES] != of_one[1:whole:_STEP_PAGES]).any():
+            raise ValueError(f"of {_STEP_PAGES} pages that are read together one has an exact copy, and one has none")
 
 
 def check_vector(name: str, array: NDArray[np.integer], dtype: type[np.integer]) -> None:

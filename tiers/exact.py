@@ -7,10 +7,13 @@ alone, and the one that was used least recently goes when another one needs its 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tierd.tiers.arena import Arena, SlotState
+from tierd.tiers.copies import copy_on_host
+from tierd.tiers.gpu import Row
 from tierd.tiers.page import PageKey
 
 
@@ -41,10 +44,12 @@ class ExactPages:
 
     Args:
         arena: the memory, which nobody else uses.
+        copy: a row of it to another one; returns when it is there.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, copy: Callable[[Row, Row], None] = copy_on_host) -> None:
         self.arena = arena
+        self._copy = copy
         self._known: dict[PageKey, Copy] = {}
         self._idle: OrderedDict[PageKey, None] = OrderedDict()  # not pinned, the one used last behind
 
@@ -68,7 +73,7 @@ class ExactPages:
             raise AssertionError(f"{self.arena}: requests pin more copies than were counted")
         if first is None:
             return Copy(slot)
-        self.arena.array[slot] = self.arena.array[first.slot]
+        self._copy(self.arena.row(slot), self.arena.row(first.slot))
         return Copy(slot, first.tokens)
 
     def name(self, copy: Copy, key: PageKey, tokens: int) -> None:

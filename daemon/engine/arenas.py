@@ -7,20 +7,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from tierd.daemon.engine.backend import Backend
 from tierd.daemon.engine.ladder import Ladders
 from tierd.daemon.engine.memory_check import flag_of
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.plan.workspace import copies_needed
 from tierd.daemon.units import human_bytes
 from tierd.kernels.layout import PageLayout
-from tierd.kernels.rows import COPY_FORMAT, Ladder
+from tierd.kernels.rows import Ladder
 from tierd.tiers.arena import Arena
-from tierd.tiers.blocks import Block, HostBlock
+from tierd.tiers.blocks import Block
 from tierd.tiers.exact import ExactPages
+from tierd.tiers.store_io import address_of
 
 
 def arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) -> tuple[Arena, Arena]:
@@ -34,35 +39,36 @@ def arenas(slots: int, host_slots: int, layout: PageLayout, backend: Backend) ->
 
 
 class Copies(NamedTuple):
-    """What keeps exact copies, and the arena of the one page that is written for nobody."""
+    """What keeps exact copies, and the memory of the one page that is written for nobody."""
 
     ladders: Ladders
-    nowhere: Arena
+    nowhere: npt.NDArray[np.uint8]
 
     @property
     def num_bytes(self) -> int:
         """Memory of both."""
-        return sum(arena.total * arena.record_bytes for arena in (self.ladders.pages.arena, self.nowhere))
+        arena = self.ladders.pages.arena
+        return arena.total * arena.record_bytes + self.nowhere.nbytes
 
 
 def ladders(config: EngineConfig, layout: PageLayout, limits: Limits, backend: Backend) -> Copies | None:
     """What a ladder needs; None without one.
 
-    Raises BadConfig on a card, and if there is no memory for them.
+    Raises BadConfig where the backend has no ladders, and if there is no memory for them.
     """
     if not config.kv_exact_last:
         return None
-    if backend.on_card:
+    if Kind.LADDER not in backend.modes:
         raise BadConfig(
             "exact tokens beside packed pages are not there on the card yet", hint="leave kv_exact_last out",
             param="kv_exact_last",
         )  # fmt: skip
     most = Ladder(config.kv_exact_first, config.kv_exact_last)
-    record = replace(layout, format=COPY_FORMAT)
+    record = replace(layout, format=backend.copy_format)
     slots = copies_needed(most, limits.max_rows, limits.max_streams)
-    nowhere = _arena("nowhere", 1, layout, HostBlock, "kv_exact_last")
-    copies = _arena("exact", slots, record, HostBlock, "kv_exact_last")
-    return Copies(Ladders(ExactPages(copies), most, nowhere.address(0), layout.page_tokens), nowhere)
+    nowhere = backend.ring(layout.record_bytes)  # of a card's, in CPU memory: only rows that are made up write there
+    copies = ExactPages(_arena("exact", slots, record, backend.device_block, "kv_exact_last"), backend.copy)
+    return Copies(Ladders(copies, most, address_of(nowhere), layout.page_tokens), nowhere)
 
 
 def _arena(

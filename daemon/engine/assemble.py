@@ -28,7 +28,6 @@ from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.load import HINT, Vector
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS, Limits
-from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine.speculate import Speculate, Speculator
 from tierd.daemon.engine.status import StatusBoard
 from tierd.daemon.engine.step import StepLoop
@@ -40,13 +39,13 @@ from tierd.daemon.engine.turns import FILE_NAME as TURNS_NAME
 from tierd.daemon.engine.turns import Turns
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, EngineFailed, ModelInvalid
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import TEMPLATE, TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.digests import verify_texts
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.plan.workspace import page_layout, stored_layout
 from tierd.daemon.protocol import Event
-from tierd.kernels.cpu.selection import PageBounds
 from tierd.kernels.cpu.step import CpuDecoder
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Ladder
@@ -150,7 +149,7 @@ def _build(
     host_slots = config.host_bytes // layout.record_bytes
     context = _context(config.context or manifest.context, manifest)
     max_rows = max(config.max_batch_rows, config.max_streams + MIN_PREFILL_ROWS)
-    window = 0 if backend.on_card or not all(spec.windows) else max(spec.windows, default=0)  # a card has no bounds
+    window = max(spec.windows, default=0) if all(spec.windows) and Kind.WINDOW in backend.modes else 0
     limits = Limits(max_rows, config.max_streams, layout.page_tokens, throughput=config.throughput, window=window)
     frequencies = rope.frequencies(spec, context)
     root = root_key(_namespace(manifest, layout, stored, frequencies, backend))
@@ -228,7 +227,7 @@ def _facts(
         end_ids=frozenset(manifest.eos_ids),
         bos_id=manifest.bos_id, add_bos=manifest.add_bos,
         pooling=Pooling(manifest.pooling),
-        bounded=not backend.on_card, windows=windows, ladder=ladder,
+        modes=backend.modes, windows=windows, ladder=ladder,
         sampling={name: x for name, x in msgspec.structs.asdict(manifest.sampling).items() if x is not None},
     )
 
@@ -293,16 +292,15 @@ def _runner(
     mover: Mover, backend: Backend, exact: Copies | None,
 ) -> Runner:  # fmt: skip
     """The decoder with what its pages lie in, and with who reads those in the store."""
-    arenas = (*arenas, exact.nowhere) if exact is not None else arenas
+    memories = [*(arena.memory for arena in arenas), *([exact.nowhere] if exact is not None else [])]
     staging = picker = None
     if store is not None:
         staging = Staging(store, mover, layout.num_layers, layout.layer_bytes, allocate=backend.ring)
-        picker = Picker(store, mover)
-    shape = weights.shape
+        picker = Picker(store, mover, allocate=backend.ring)
     return Runner(
-        decoder, layout, [arena.memory for arena in arenas], staging, weights=weights, picker=picker,
-        copies=exact and exact.ladders.pages.arena.array,
-        selections=lambda: Selection(PageBounds(layout, shape.heads), shape.windows),
+        decoder, layout, memories, staging, weights=weights, picker=picker,
+        copies=exact and exact.ladders.pages.arena.memory,
+        selections=partial(backend.selection, layout, weights.shape),
     )  # fmt: skip
 
 

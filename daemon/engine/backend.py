@@ -6,7 +6,7 @@ another copy, the runner another decoder. This module and the CPU's backend load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Protocol
 
@@ -16,14 +16,19 @@ import numpy.typing as npt
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Decoder
+from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.machine import total_memory_bytes
 from tierd.daemon.models.catalog import Manifest
-from tierd.kernels.cpu.step import Angles, CpuDecoder
+from tierd.kernels.cpu.selection import PageBounds
+from tierd.kernels.cpu.step import Angles, CpuDecoder, DecoderShape
 from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import COPY_FORMAT
 from tierd.tiers.blocks import Block, HostBlock
+from tierd.tiers.copies import copy_on_host
 from tierd.tiers.cuda_driver import CudaDriver
-from tierd.tiers.gpu import Gpu, GpuError
+from tierd.tiers.gpu import Gpu, GpuError, Row
 from tierd.tiers.mover import Mover
 from tierd.tiers.store_io import huge_block
 
@@ -48,7 +53,12 @@ class Backend(Protocol):
 
     @property
     def on_card(self) -> bool:
-        """Whether a card computes: it rounds differently, and takes no bounded modes."""
+        """Whether a card computes: it rounds differently."""
+        ...
+
+    @property
+    def modes(self) -> Set[Kind]:
+        """The memory modes that its decoder has."""
         ...
 
     @property
@@ -72,6 +82,15 @@ class Backend(Protocol):
         """CPU memory that kernels read while it is filled from the disk."""
         ...
 
+    @property
+    def copy_format(self) -> str:
+        """Of exact copies beside packed pages: what is computed with."""
+        ...
+
+    def copy(self, dest: Row, source: Row) -> None:
+        """Copies a row of an arena; returns when it is there."""
+        ...
+
     def mover(self, wake: Callable[[], None]) -> Mover:
         """Moves bytes between all of these and the disk."""
         ...
@@ -92,6 +111,10 @@ class Backend(Protocol):
         """Computes with these weights. `progress` counts stages while kernels are compiled; `far`: angles of positions
         beyond the tables, for texts without an end. Raises ValueError for what it can't do.
         """
+        ...
+
+    def selection(self, layout: PageLayout, shape: DecoderShape) -> Selection:
+        """What a sequence needs whose rows choose their pages."""
         ...
 
     def close(self) -> None:
@@ -120,6 +143,10 @@ class CpuBackend:
         return False
 
     @property
+    def modes(self) -> Set[Kind]:
+        return frozenset(Kind)
+
+    @property
     def device_memory(self) -> tuple[int, int]:
         return (total_memory_bytes(),) * 2  # what is in use may be given back: the system decides
 
@@ -134,6 +161,13 @@ class CpuBackend:
 
     def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         return huge_block(size_bytes)
+
+    @property
+    def copy_format(self) -> str:
+        return COPY_FORMAT
+
+    def copy(self, dest: Row, source: Row) -> None:
+        copy_on_host(dest, source)
 
     def mover(self, wake: Callable[[], None]) -> Mover:
         return Mover(wake=wake)
@@ -154,6 +188,9 @@ class CpuBackend:
         )  # fmt: skip
         weights.attach(decoder)
         return decoder
+
+    def selection(self, layout: PageLayout, shape: DecoderShape) -> Selection:
+        return Selection(PageBounds(layout, shape.heads), shape.windows)
 
     def close(self) -> None:
         """Nothing is left."""

@@ -6,7 +6,7 @@ Imported only where there is a driver: it loads torch and Triton, which take sec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,20 @@ import torch
 from tierd.daemon.engine.model.card_memory import Card
 from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S, HeldWeights
 from tierd.daemon.engine.model.weights_card import CardWeights
+from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.models.catalog import Manifest
-from tierd.kernels.cpu.step import Angles
+from tierd.daemon.plan.auto_card import CARD_COPY_FORMAT
+from tierd.kernels.cpu.step import Angles, DecoderShape
+from tierd.kernels.gpu.choice import CardBounds
 from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.gpu.graphs import CudaCapturer
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.blocks import Block
 from tierd.tiers.cuda_copies import CudaCopies
 from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock, pinned_array
-from tierd.tiers.gpu import Gpu, Stream
+from tierd.tiers.gpu import Gpu, Row, Stream
 from tierd.tiers.mover import Mover
 
 Floats = npt.NDArray[np.float32]
@@ -33,6 +37,7 @@ Floats = npt.NDArray[np.float32]
 # Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
 COPY_THREADS = 6
 PIN_TIMEOUT_S = 600.0
+MODES = frozenset(Kind)  # what `GpuDecoder` has
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
 
 
@@ -85,6 +90,10 @@ class CudaBackend:
         return True
 
     @property
+    def modes(self) -> Set[Kind]:
+        return MODES
+
+    @property
     def device_memory(self) -> tuple[int, int]:
         return self._gpu.memory()
 
@@ -107,6 +116,13 @@ class CudaBackend:
 
     def ring(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         return pinned_array(self._gpu, size_bytes)
+
+    @property
+    def copy_format(self) -> str:
+        return CARD_COPY_FORMAT
+
+    def copy(self, dest: Row, source: Row) -> None:
+        self._copies.copy(dest, source)
 
     def mover(self, wake: Callable[[], None]) -> Mover:
         return Mover(COPY_THREADS, wake=wake, copy=self._copies.copy, crossing=self._copies)
@@ -145,19 +161,23 @@ class CudaBackend:
         progress: Callable[[int, int], None],
         far: Angles | None = None,
     ) -> GpuDecoder:
-        """`far` is for bounded modes, which are refused where a card computes."""
         if not isinstance(weights, CardWeights):
             raise ValueError("draft models are not computed on a card yet")
         decoder = GpuDecoder(
             weights.shape, weights.layers, weights.ends, layout, cos, sin, max_rows, weights.dtype,
             capture=self._capture(self._device), stream=self._stream, note=self._note,
             embed_rows=weights.embed_rows if weights.ends.embed is None else None,
+            far=far,
         )  # fmt: skip
         weights.attach(decoder)
         decoder.warm_up(progress, lambda index: weights.layer(index, time.monotonic() + WEIGHTS_TIMEOUT_S))
         if weights.streams:
             self._note(f"{weights.describe()}; steps run without CUDA graphs")
         return decoder
+
+    def selection(self, layout: PageLayout, shape: DecoderShape) -> Selection:
+        bounds = CardBounds(layout, self._device, self._stream)
+        return Selection(bounds, shape.windows, bounds)
 
     def close(self) -> None:
         self._copies.close()

@@ -27,7 +27,7 @@ class Rows:
     sample: int  # logits are wanted of so many of the last rows
     bound: Bound = Bound()  # what the rows see; it also says which `pages` are given
     observed: int = 0  # it is to be told of so many of the last rows how much they look at each page
-    exact: Addresses | None = None  # copies of the pages, 0 for one without (`kernels.cpu.batch.Exact`)
+    exact: Addresses | None = None  # copies of the pages, 0 for one without (`kernels.rows.Exact`)
 
 
 @dataclass(frozen=True, slots=True)

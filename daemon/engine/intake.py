@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -29,7 +29,7 @@ from tierd.daemon.engine.tokens import Vocabulary
 from tierd.daemon.engine.tool_formats import Dialect
 from tierd.daemon.engine.turns import Turn, Turns
 from tierd.daemon.errors import BadRequest, ContextLengthExceeded, Unsupported
-from tierd.daemon.kv_mode import EXACT, KvMode
+from tierd.daemon.kv_mode import EXACT, Kind, KvMode
 from tierd.daemon.kv_mode import parse as parse_mode
 from tierd.daemon.protocol import Message, Sampling, Submit, Tool, ToolCall
 from tierd.kernels.rows import Ladder
@@ -49,7 +49,7 @@ class Facts:
     add_bos: bool
     sampling: Mapping[str, float]  # the model's own defaults
     pooling: Pooling = Pooling.MEAN  # what the model makes embeddings of
-    bounded: bool = True  # whether what it is computed on has bounded memory modes
+    modes: Set[Kind] = frozenset(Kind)  # what it is computed on has these memory modes
     windows: Sequence[int] = ()  # of its layers, 0 for none
     ladder: Ladder | None = None  # the longest that there is memory for
 
@@ -333,7 +333,7 @@ class Intake:
             return None, None
         if mode.exact_last:
             return None, checked(mode, self.facts.ladder, submit.beam_width)
-        if not self.facts.bounded:
+        if mode.kind not in self.facts.modes:
             raise Unsupported(
                 f"kv_mode {mode} is not there on the card yet", hint='leave it out, or "exact"', param="kv_mode"
             )

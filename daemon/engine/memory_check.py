@@ -15,7 +15,7 @@ from tierd.daemon.errors import BadConfig, OutOfSpace
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import CardPlacement, DoesNotFitHost, place_on_card
-from tierd.daemon.plan.workspace import exact_bytes
+from tierd.daemon.plan.workspace import COPY_FORMAT, exact_bytes
 from tierd.daemon.units import human_bytes
 from tierd.tiers.mover import Mover
 
@@ -32,10 +32,7 @@ def check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> 
         sizes |= {"host_weights_mem": placed.host_bytes} if placed.host_bytes else {}
     elif weights_bytes:
         sizes["weights_mem"] = weights_bytes
-    ladder = config.kv_exact_first, config.kv_exact_last
-    if copies_bytes := exact_bytes(
-        manifest.spec, config.kv_format, ladder, config.max_batch_rows, config.max_streams
-    ):
+    if not config.card and (copies_bytes := _copies_bytes(config, manifest, COPY_FORMAT)):
         sizes["kv_exact_last"] = copies_bytes
     if sum(sizes.values()) <= total_bytes:
         return
@@ -59,14 +56,23 @@ def check_device(config: EngineConfig, manifest: Manifest, backend: Backend, not
         why = notes[-1] if notes else "it is not there any more"
         raise BadConfig(f"this engine was to compute on a card: {why}", hint="`--card off` computes on the processors")
     free_bytes, weights_bytes = backend.device_memory[0], _placed(config, manifest).device_bytes
-    if config.device_bytes + weights_bytes <= free_bytes:
+    copies_bytes = _copies_bytes(config, manifest, backend.copy_format)
+    if config.device_bytes + weights_bytes + copies_bytes <= free_bytes:
         return
-    fits = max(free_bytes - weights_bytes, 0)
+    fits = max(free_bytes - weights_bytes - copies_bytes, 0)
+    beside = f", {human_bytes(copies_bytes)} of exact tokens" if copies_bytes else ""
     raise BadConfig(
-        f"device_mem of {human_bytes(config.device_bytes)} and {human_bytes(weights_bytes)} of weights are more than "
-        f"the {human_bytes(free_bytes)} that the card has free",
+        f"device_mem of {human_bytes(config.device_bytes)}{beside} and {human_bytes(weights_bytes)} of weights are "
+        f"more than the {human_bytes(free_bytes)} that the card has free",
         hint=f"--device-mem {fits // 2**20}MiB fits" if fits >> 20 else "give less with --weights-mem, or auto",
         param="device_mem",
+    )
+
+
+def _copies_bytes(config: EngineConfig, manifest: Manifest, copy_format: str) -> int:
+    ladder = config.kv_exact_first, config.kv_exact_last
+    return exact_bytes(
+        manifest.spec, config.kv_format, ladder, config.max_batch_rows, config.max_streams, copy_format
     )
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tierd.daemon.engine.batch import Addresses, Batch, Ints
 from tierd.daemon.engine.heavy import Masses
-from tierd.daemon.engine.selection import Choosing, Selection, Wanted
+from tierd.daemon.engine.selection import CardChoosing, Choosing, Selection, Wanted
 from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.rows import Exact
@@ -111,6 +111,26 @@ class StreamedDecoder(Decoder, Protocol):
     def masses(self) -> Masses: ...
 
 
+class ChoosingDecoder(Protocol):
+    """One that chooses by itself where all pages lie in memory that it reads: see `kernels.gpu.decoder.GpuDecoder`."""
+
+    def forward(
+        self,
+        memories: Sequence[Memory],
+        tokens: Ints,
+        positions: Ints,
+        row_seq: Ints,
+        pages: Addresses,
+        page_offsets: Ints,
+        logit_rows: Ints,
+        bounds: Ints | None,
+        between: None,
+        observed: Ints | None,
+        exact: Exact | None,
+        choices: CardChoosing,
+    ) -> Logits: ...
+
+
 @dataclass(slots=True)
 class _Pages:
     """The pages of one step, all of them in memory."""
@@ -191,13 +211,15 @@ class Runner:
         weights = self.weights
         between = partial(_check, gives_way) if gives_way is not None else None
         choosing = Choosing(batch, wanted, self._picker, self._layout.layer_bytes) if wanted else None
+        own = cast("StreamedDecoder", self._decoder)
         if streamed or self.reads_weights:
             with contextlib.ExitStack() as stack:
                 pages = self._open(stack, batch, streamed)
                 if weights is None or not weights.streams:
                     return self._run_layers(batch, pages, choosing)
                 return self._run_weights(batch, pages, weights, choosing)
-        if choosing is not None:
+        choices = choosing.on_card() if choosing is not None and between is None else None
+        if choosing is not None and choices is None:
             return self._run_layers(batch, _Pages(self._memories, batch.pages), choosing, between)
         arguments = (
             self._memories,
@@ -208,7 +230,12 @@ class Runner:
             batch.page_offsets,
             batch.logit_rows,
         )
-        own = cast("StreamedDecoder", self._decoder)
+        if choices is not None:
+            copies = None if batch.exact is None or self._copies is None else Exact(batch.exact, self._copies)
+            choosing_decoder = cast("ChoosingDecoder", own)
+            return choosing_decoder.forward(
+                *arguments, batch.bounds, None, batch.observed, copies, choices
+            )
         if batch.exact is not None and self._copies is not None:
             copies = Exact(batch.exact, self._copies)
             return own.forward(*arguments, batch.bounds, between, batch.observed, copies)

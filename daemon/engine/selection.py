@@ -10,7 +10,7 @@ Threading: step thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -33,7 +33,23 @@ class Bounds(Protocol):
 
     def learn(self, layer: int, first: int, addresses: Addresses) -> None: ...
 
-    def worth(self, layer: int, query: Floats, first: int, stop: int) -> Floats: ...
+    def worth(self, layer: int, query: Any, first: int, stop: int) -> Floats: ...
+
+
+class CardBounds(Bounds, Protocol):
+    """What a card knows of them: see `kernels.gpu.choice.CardBounds`. Addresses and queries are on the card."""
+
+    def there(self, addresses: Addresses) -> Any: ...
+
+    def take(self, layer: int, first: int, addresses: Any) -> None: ...
+
+    def picked(self, layer: int, query: Any, table: Any, first: int, stop: int, count: int) -> Any: ...
+
+
+class Queries(Protocol):
+    """Of the rows of a batch, [heads, head_dim] each, where the decoder has them."""
+
+    def __getitem__(self, row: int, /) -> Any: ...
 
 
 class Picks(Protocol):
@@ -47,12 +63,13 @@ class Picks(Protocol):
 
 @dataclass(slots=True)
 class Selection:
-    """Of one sequence. `windows`: of each layer, 0 for none."""
+    """Of one sequence. `windows`: of each layer, 0 for none. `on_card`: its bounds where a card chooses by itself."""
 
     bounds: Bounds
     windows: Sequence[int]
+    on_card: CardBounds | None = None
 
-    def places(self, layer: int, query: Floats, pages: int, count: int) -> Places:
+    def places(self, layer: int, query: Any, pages: int, count: int) -> Places:
         """Which `count` of its `pages` pages, there being more, a row in the last one reads; ascending.
 
         `query` [heads, head_dim].
@@ -63,6 +80,12 @@ class Selection:
         worth = self.bounds.worth(layer, query, first, stop)
         best = np.argsort(-worth, kind="stable")[: count - FIRST_PAGES - NEWEST_PAGES]
         return np.concatenate((np.arange(first), first + np.sort(best), np.arange(stop, pages)))
+
+    def picked(self, bounds: CardBounds, layer: int, query: Any, table: Any, count: int) -> Any:
+        """The addresses of the pages at `places`, all of it on the card: of `table`, which has more than `count`."""
+        if self.windows[layer]:
+            return table[len(table) - count :]
+        return bounds.picked(layer, query, table, FIRST_PAGES, len(table) - NEWEST_PAGES, count)
 
 
 class Pick(NamedTuple):
@@ -101,6 +124,7 @@ class Choosing:
     def __init__(
         self, batch: Batch, wanted: Iterable[Wanted], picks: Picks | None, layer_bytes: int
     ) -> None:
+        self._pages = batch.pages
         self._picks = picks
         self._layer_bytes = layer_bytes
         self._choosers: list[tuple[int, slice, Pick]] = []  # its row, and its pages in the batch
@@ -118,12 +142,29 @@ class Choosing:
         """Whether some row has to be asked."""
         return bool(self._choosers)
 
+    def on_card(self) -> CardChoosing | None:
+        """What a decoder chooses by that does so itself; None where it can't, or some page is in no memory."""
+        choosers: list[_CardChooser] = []
+        lessons: list[tuple[CardBounds, Any]] = []
+        for row, where, pick in self._choosers:
+            bounds = pick.selection.on_card
+            if bounds is None or not pick.table.all():
+                return None
+            table = bounds.there(pick.table)
+            choosers.append(_CardChooser(row, where.stop - where.start, pick, bounds, table))
+        for where, lesson in self._lessons:
+            bounds = lesson.selection.on_card
+            if bounds is None:
+                return None
+            lessons.append((bounds, bounds.there(self._pages[where])))
+        return CardChoosing(choosers, lessons)
+
     def choose(
-        self, layer: int, deadline_s: float, memories: Sequence[Memory], pages: Addresses, queries: Floats
+        self, layer: int, deadline_s: float, memories: Sequence[Memory], pages: Addresses, queries: Queries
     ) -> tuple[Sequence[Memory], Addresses]:
         """The pages that are read in a layer, and what they lie in. Raises StagingLost when some can't be read.
 
-        `pages` of the batch in this layer; `queries` [rows, heads, head_dim].
+        `pages` of the batch in this layer; `queries`: of its rows.
         """
         pages = pages.copy()
         keys: dict[PageKey, int] = {}  # of what has to be read, in order
@@ -151,3 +192,47 @@ class Choosing:
         for _, _, pick in self._choosers:
             if pick.fills:
                 pick.selection.bounds.learn(layer, len(pick.table) - 1, pick.table[-1:].copy())
+
+
+class _CardChooser(NamedTuple):
+    """A row that `reads` so many pages. `table`: addresses of all pages of its sequence, on the card."""
+
+    row: int
+    reads: int
+    pick: Pick
+    bounds: CardBounds
+    table: Any
+
+
+class CardChoosing:
+    """As `Choosing`, where every page lies in memory that the card reads: what is chosen stays there, and is only
+    queued. `kernels.gpu.choice.Choices` for the decoder.
+
+    Args:
+        choosers: rows that choose.
+        lessons: bounds of a sequence, and the addresses on the card of those first pages that are learned.
+    """
+
+    def __init__(
+        self, choosers: Sequence[_CardChooser], lessons: Sequence[tuple[CardBounds, Any]]
+    ) -> None:
+        self._choosers = choosers
+        self._lessons = lessons
+
+    @property
+    def tables(self) -> Sequence[Addresses]:
+        """Of each sequence that chooses, the addresses of all its pages."""
+        return [chooser.pick.table for chooser in self._choosers]
+
+    def picked(self, layer: int, queries: Queries) -> Iterator[tuple[int, Any]]:
+        """Rows that choose, and the addresses, on the card, of the pages that each reads in a layer."""
+        for row, reads, pick, bounds, table in self._choosers:
+            yield row, pick.selection.picked(bounds, layer, queries[row], table, reads)
+
+    def learn(self, layer: int) -> None:
+        """After a layer: what its keys are is known now."""
+        for bounds, pages in self._lessons:
+            bounds.take(layer, 0, pages)
+        for _, _, pick, bounds, table in self._choosers:
+            if pick.fills:
+                bounds.take(layer, len(table) - 1, table[-1:])

@@ -304,7 +304,7 @@ def _check_memory(wanted: _Resize, engine: Engine, total_bytes: int) -> None:
     if engine.on_card:
         now, asked = {"host": now["host"]}, {"host": asked["host"]}
     sizes = {name: now[name] if size is None else size for name, size in asked.items()}
-    copies_bytes = engine.copies_bytes
+    copies_bytes = 0 if engine.on_card else engine.copies_bytes
     if sum(sizes.values()) + copies_bytes <= total_bytes:
         return
     name = next(name for name, size in asked.items() if size is not None)

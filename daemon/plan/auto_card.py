@@ -9,11 +9,12 @@ from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.cards import RESERVED_BYTES
-from tierd.daemon.plan.workspace import page_layout
+from tierd.daemon.plan.workspace import exact_bytes, page_layout
 from tierd.daemon.settled import resolve_sizes
 from tierd.daemon.units import human_bytes
 
 LEAST_ARENA_BYTES = 64 << 20  # as `machine.auto_sizes`
+CARD_COPY_FORMAT = "bf16"  # of exact copies beside packed pages: what a card computes with
 _GRAPH_ROWS = 64  # of the largest captured step: kernels.gpu.graphs
 _SPLIT_TOKENS = 512  # of decode: each gives sums of its own
 _FLOAT_BYTES, _HALF_BYTES = 4, 2
@@ -63,6 +64,8 @@ def choose_card_sizes(
     layout = page_layout(spec, kv_format)
     tokens, why = settings.ctx or context, list[str]()
     workspace = workspace_bytes(spec, tokens, settings.max_batch, settings.max_streams)
+    ladder = settings.kv_exact_first, settings.kv_exact_last
+    workspace += exact_bytes(spec, kv_format, ladder, settings.max_batch, settings.max_streams, CARD_COPY_FORMAT)
     room = max(usable_bytes(card) - workspace, 0)
     wanted = card_weights_bytes if settings.weights_mem is None else min(settings.weights_mem, card_weights_bytes)
     pages_bytes = -(-tokens // layout.page_tokens) * layout.record_bytes

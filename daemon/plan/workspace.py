@@ -132,14 +132,15 @@ def copies_needed(ladder: tuple[int, int], max_rows: int, max_streams: int) -> i
 
 
 def exact_bytes(
-    spec: ModelSpec, kv_format: str, ladder: tuple[int, int], max_batch: int, max_streams: int
-) -> int:
+    spec: ModelSpec, kv_format: str, ladder: tuple[int, int], max_batch: int, max_streams: int,
+    copy_format: str = COPY_FORMAT,
+) -> int:  # fmt: skip
     """Memory of the exact copies beside packed pages, and of the page that is written for nobody; 0 without a ladder,
-    whose last tokens are 0 then."""
+    whose last tokens are 0 then. `copy_format`: what they hold (`Backend.copy_format`)."""
     if not ladder[1]:
         return 0
     max_rows = max(max_batch, max_streams + MIN_PREFILL_ROWS)
-    record = page_layout(spec, COPY_FORMAT).record_bytes
+    record = page_layout(spec, copy_format).record_bytes
     return copies_needed(ladder, max_rows, max_streams) * record + page_layout(spec, kv_format).record_bytes
 
 

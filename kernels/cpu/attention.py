@@ -59,7 +59,7 @@ _SEGMENT_PAGES = 16  # a multiple of STEP_PAGES
 SEGMENT_TOKENS = _SEGMENT_PAGES * _PAGE_TOKENS
 ATTENTION_PHASES = 2
 PART_BYTES = np.int64(20)  # five int32, see `batch.Cut`
-BOUND_BYTES = np.int64(20)  # five int32 of a row, see `batch.Placed`
+BOUND_BYTES = np.int64(20)  # five int32 of a row, see `kernels.rows.Placed`
 _NONE = np.int64(0)
 
 

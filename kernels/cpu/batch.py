@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,18 +14,7 @@ from tierd.kernels.cpu.attention import SEGMENT_TOKENS
 from tierd.kernels.cpu.attention_step import STEP_TOKENS
 from tierd.kernels.cpu.simd import load_i32, load_i64
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
-from tierd.kernels.rows import (
-    COPY_FORMAT,
-    MAX_POSITION,
-    Batch,
-    Exact,
-    Ints,
-    check_batch,
-    check_bounds,
-    check_positions,
-    check_rows,
-    check_vector,
-)
+from tierd.kernels.rows import COPY_FORMAT, Batch, Exact, Ints, check_exact, check_vector
 
 Addresses = NDArray[np.int64]
 Memory = NDArray[np.uint8]
@@ -64,47 +52,6 @@ def check_pages(
         )
 
 
-class Placed(NamedTuple):
-    """A checked batch as the kernels take it: positions count from where each sequence's pages begin, and those pages
-    begin at `page_offsets`, behind the ones with sinks.
-
-    Each of `records` [rows, 5] is of one row: the window that it has beside its layer's (0: none), sinks that it sees,
-    the position they are seen from, its own position, and the row of the tables with its angles; below 0 it is row
-    -1 - angles of tables for the `far` positions alone. None: nobody is bounded.
-    """
-
-    batch: Batch
-    records: Ints | None = None
-    sink_offsets: Ints | None = None  # [sequences]
-    far: Ints | None = None
-    exact: Exact | None = None
-
-
-def place(batch: Batch, bounds: Ints | None, vocab: int, context: int, max_rows: int, has_far: bool) -> Placed:
-    """Checks a batch (see `check_batch`, `check_bounds`) and resolves its bounds."""
-    if bounds is None:
-        check_batch(batch, vocab, context, max_rows)
-        return Placed(batch)
-    check_rows(batch, vocab, max_rows)
-    check_bounds(batch, bounds, context, has_far)
-    window, sinks, lead, base = np.ascontiguousarray(bounds.T)
-    local = batch.positions - base[batch.row_seq]
-    check_positions(batch._replace(positions=local + PAGE_TOKENS * lead[batch.row_seq]), 2 * MAX_POSITION)
-    starts = batch.page_offsets.copy()
-    starts[:-1] += lead
-    row_window, row_sinks = window[batch.row_seq], sinks[batch.row_seq]
-    seen_from = row_sinks + row_window - 1
-    shifted = (row_sinks == 0) | (batch.positions > seen_from)
-    far = np.flatnonzero(batch.positions >= context)
-    angles = batch.positions.copy()
-    angles[far] = -1 - np.arange(len(far), dtype=np.int32)
-    columns = (row_window * shifted, row_sinks * shifted, seen_from, batch.positions, angles)
-    return Placed(
-        batch._replace(positions=local, page_offsets=starts), np.stack(columns, 1, dtype=np.int32),
-        batch.page_offsets[:-1].copy(), batch.positions[far],
-    )  # fmt: skip
-
-
 class Cut(NamedTuple):
     """Who computes what of the attention of one pass.
 
@@ -119,22 +66,12 @@ class Cut(NamedTuple):
     cut_rows: Ints
 
 
-def check_exact(exact: Exact, batch: Batch, bounds: Ints | None, layout: PageLayout) -> None:
-    """Raises ValueError for copies that the kernels must not touch, that are not there by whole steps, or that belong
-    to a sequence with a bound."""
-    check_vector("exact pages", exact.pages, np.int64)
-    if len(exact.pages) != batch.page_offsets[-1]:
-        raise ValueError(f"page_offsets speak of {batch.page_offsets[-1]} pages, got {len(exact.pages)} exact ones")
-    there = exact.pages != 0
+def check_copies(exact: Exact, batch: Batch, bounds: Ints | None, layout: PageLayout) -> None:
+    """Raises ValueError for copies that the kernels must not touch, and as `check_exact`."""
+    check_exact(exact, batch.page_offsets, bounds)
     record = replace(layout, format=COPY_FORMAT)
-    check_pages(exact.pages[there], np.array([0]), [exact.memory], record, range(layout.num_layers))
-    for sequence, (first, stop) in enumerate(itertools.pairwise(batch.page_offsets.tolist())):
-        of_one = there[first:stop]
-        if bounds is not None and bounds[sequence].any() and of_one.any():
-            raise ValueError("rows with a bound have no exact copies")
-        whole = len(of_one) // _STEP_PAGES * _STEP_PAGES
-        if (of_one[:whole:_STEP_PAGES] != of_one[1:whole:_STEP_PAGES]).any():
-            raise ValueError(f"of {_STEP_PAGES} pages that are read together one has an exact copy, and one has none")
+    there = exact.pages[exact.pages != 0]
+    check_pages(there, np.array([0]), [exact.memory], record, range(layout.num_layers))
 
 
 def cut_attention(

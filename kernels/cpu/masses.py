@@ -20,7 +20,6 @@ from numba import njit
 from numpy.typing import NDArray
 
 from tierd.kernels.cpu.attention_step import STEP_TOKENS
-from tierd.kernels.cpu.batch import Placed
 from tierd.kernels.cpu.microkernel import tile_product
 from tierd.kernels.cpu.pages import FP32, widen_keys
 from tierd.kernels.cpu.simd import (
@@ -43,7 +42,7 @@ from tierd.kernels.cpu.simd import (
 )
 from tierd.kernels.cpu.team import finish, take, wait_for
 from tierd.kernels.layout import PAGE_TOKENS
-from tierd.kernels.rows import Ints, check_vector
+from tierd.kernels.rows import Ints, Placed, check_observed
 
 MASSES_PHASES = 1
 _LANES = 8
@@ -61,13 +60,9 @@ class Observed(NamedTuple):
 
     @staticmethod
     def make(rows: Ints, placed: Placed, heads: int, kv_heads: int) -> Observed:
-        """Raises ValueError for rows that the pass does not have, and for such with a window."""
-        check_vector("observed", rows, np.int32)
+        """Raises ValueError as `check_observed`."""
+        check_observed(rows, placed)
         positions = placed.batch.positions
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(positions):
-            raise ValueError(f"rows {rows.min()} to {rows.max()} are to be observed, the pass has {len(positions)}")
-        if placed.records is not None and placed.records[rows, :2].any():
-            raise ValueError("a row with a window can't be observed")
         pages = int(positions[rows].max(initial=0)) // PAGE_TOKENS + 1
         pages = -(-pages // _LANES) * _LANES
         # Behind the pages of a row there is nothing: a sum of 0 below every score.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.kernels.cpu.attention import SEGMENT_TOKENS, sums_bytes
-from tierd.kernels.cpu.batch import Addresses, Memory, Placed, check_exact, check_pages, cut_attention, place
+from tierd.kernels.cpu.batch import Addresses, Memory, check_copies, check_pages, cut_attention
 from tierd.kernels.cpu.forward import JOB, QUERIES, WHOLE_LAYER, num_stages, work
 from tierd.kernels.cpu.hidden import final_hidden, queries
 from tierd.kernels.cpu.masses import Observed
@@ -40,7 +40,7 @@ from tierd.kernels.cpu.weights import (
 )
 from tierd.kernels.layout import PAGE_TOKENS, PageLayout
 from tierd.kernels.packing import PANEL_ROWS, PackedMatrix
-from tierd.kernels.rows import Batch, Exact, Ints
+from tierd.kernels.rows import Batch, Exact, Ints, Placed, place
 
 Floats = NDArray[np.float32]
 Choose = Callable[[Floats], tuple[Sequence[Memory], Addresses]]  # queries to memories and pages
@@ -288,7 +288,7 @@ class CpuDecoder:
             raise ValueError("the decoder is closed")
         placed = place(batch, bounds, self.shape.vocab, self.context, self.max_rows, self._far is not None)
         if exact is not None:
-            check_exact(exact, batch, bounds, self.layout)
+            check_copies(exact, batch, bounds, self.layout)
         return placed._replace(exact=exact)
 
     def _opened(self) -> tuple[Batch, int]:

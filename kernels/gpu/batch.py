@@ -1,7 +1,8 @@
 """The rows of a pass as the card's kernels want them: those that decode first, then the chunks; all checked.
 
 Plain numpy: nothing here needs a card. Sequences with one row are *decode* rows, whose attention is split along the
-sequence; those with more are chunks, for `extend`.
+sequence; those with more are chunks, for `extend`. Rows with a bound (`kernels.rows.Bound`) count their tokens from
+where the pages begin that they are given; sinks are pages of their own, which rows share.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.kernels.layout import PageLayout
-from tierd.kernels.rows import Batch, Ints, check_batch
+from tierd.kernels.layout import PAGE_TOKENS, PageLayout
+from tierd.kernels.rows import Batch, Exact, Ints, Placed, check_exact, check_observed, place
 
 Addresses = NDArray[np.int64]
+_NOBODY, _NOWHERE = np.empty(0, np.int32), np.empty(0, np.int64)
 ALIGN_BYTES = 64  # of a record's address: what the kernels' vector loads are told
 
 
@@ -29,6 +31,37 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
+class Sinks:
+    """The sinks that the rows of a pass see, in their new order; all empty where nobody sees any."""
+
+    offsets: Ints  # [R] where the pages of each row's begin
+    lengths: Ints  # [R] tokens, 0 for a row that sees none
+    seen_from: Ints  # [R] the position that a row's query is turned back to for them
+    places: NDArray[np.int64]  # of the caller's pages, those of a sequence once
+
+    @property
+    def max_pages(self) -> int:
+        """Of one row."""
+        return -(-int(self.lengths.max(initial=0)) // PAGE_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """O rows of a pass of which it is to be known how much they look at each page. Every row has its pages for itself,
+    end to end: what is found lies there."""
+
+    rows: Ints  # [O] in the new order
+    offsets: Ints  # [O + 1]
+    lengths: Ints  # [O] tokens that it sees
+    places: NDArray[np.int64]  # of the caller's pages, [observed pages]
+
+    @property
+    def max_pages(self) -> int:
+        """Of one row."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+
+@dataclass(frozen=True, slots=True)
 class Arranged:
     """One pass. R rows in a new order, D of them decode, C chunks, S spans, L logits.
 
@@ -36,11 +69,13 @@ class Arranged:
     """
 
     tokens: Ints  # [R]
-    positions: Ints  # [R]
+    positions: Ints  # [R] in the text
+    angles: Ints  # [R] of the tables: which row has a row's angles; those of `far` lie behind the others
+    windows: Ints  # [R] that it has beside its layer's, 0 for none
     decode_offsets: Ints  # [D + 1]
-    decode_lengths: Ints  # [D] tokens seen, the row's own included
+    decode_lengths: Ints  # [D] tokens it is given, its own included
     chunk_offsets: Ints  # [C + 1]
-    chunk_lengths: Ints  # [C] tokens before the chunk
+    chunk_lengths: Ints  # [C] tokens that it is given before the chunk
     chunk_rows: Ints  # [C + 1] first row of each, counted from row D
     decode_places: NDArray[np.int64]  # of the caller's pages, [decode pages]
     chunk_places: NDArray[np.int64]  # [chunk pages]
@@ -48,6 +83,10 @@ class Arranged:
     spans: Ints  # [S, 3] first row, first token in its page, tokens
     logit_rows: Ints  # [L] in the new order
     new_rows: Ints  # [R] where each row of the caller's went
+    sinks: Sinks
+    far: Ints  # positions beyond the tables
+    observed: Observed
+    copies: Addresses  # exact ones of the caller's pages, 0 for one that has none; empty where all have none
 
     def with_logits(self, rows: Ints) -> Arranged:
         """The same pass with logits of other rows."""
@@ -76,11 +115,13 @@ class Arranged:
 
 def arrange(
     tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, page_tokens: int,
-    vocab: int, context: int, max_rows: int,
+    vocab: int, context: int, max_rows: int, bounds: Ints | None = None, has_far: bool = False,
+    observed: Ints | None = None, copies: Addresses | None = None,
 ) -> Arranged:  # fmt: skip
     """Arranges a pass, see `GpuDecoder.forward`. Raises ValueError for rows that don't fit one another or the model."""
-    batch = Batch(tokens, positions, row_seq, page_offsets, logit_rows)
-    check_batch(batch, vocab, context, max_rows, page_tokens)
+    placed = place(
+        Batch(tokens, positions, row_seq, page_offsets, logit_rows), bounds, vocab, context, max_rows, has_far
+    )
     first = np.flatnonzero(np.concatenate([[True], row_seq[1:] != row_seq[:-1]]))
     counts = np.diff(first, append=len(tokens))
     steps = np.arange(len(tokens)) - np.repeat(first, counts)
@@ -94,13 +135,15 @@ def arrange(
     order = np.repeat(first - starts[:-1], counts) + np.arange(len(tokens))
     new_row = np.empty(len(tokens), np.int32)
     new_row[order] = np.arange(len(tokens), dtype=np.int32)
-    begin, tables = positions[first], page_offsets[sequence]
+    begin, tables = placed.batch.positions[first], placed.batch.page_offsets[sequence]
     held = np.where(counts == 1, begin // page_tokens + 1, -(-begin // page_tokens))  # pages that are read
     decode, chunks = slice(0, decode_count), slice(decode_count, None)
     spans, span_places = _spans(starts[:-1], begin, counts, tables, page_tokens)
     return Arranged(
         tokens=tokens[order],
         positions=positions[order],
+        angles=_angles(placed, context)[order],
+        windows=np.zeros(len(order), np.int32) if placed.records is None else placed.records[order, 0],
         decode_offsets=_ends(held[decode]),
         decode_lengths=(begin[decode] + 1).astype(np.int32),
         chunk_offsets=_ends(held[chunks]),
@@ -112,6 +155,10 @@ def arrange(
         spans=spans,
         logit_rows=new_row[logit_rows],
         new_rows=new_row,
+        sinks=_sinks(placed, order),
+        far=_NOBODY if placed.far is None else placed.far,
+        observed=_observed(_NOBODY if observed is None else observed, placed, new_row),
+        copies=_NOWHERE if copies is None or not copies.any() else copies.copy(),
     )
 
 
@@ -136,6 +183,20 @@ def check_addresses(
         )
 
 
+def checked_copies(
+    exact: Exact | None, page_offsets: Ints, bounds: Ints | None, layout: PageLayout | None
+) -> Addresses | None:
+    """The addresses of the exact copies of a pass, records of `layout`. Raises ValueError for those that don't fit."""
+    if exact is None:
+        return None
+    if layout is None:
+        raise ValueError("pages that are exact have no exact copies")
+    check_exact(exact, page_offsets, bounds)
+    there = exact.pages[exact.pages != 0]
+    check_addresses(there, np.zeros(1, np.int32), ranges_of([exact.memory]), layout, range(layout.num_layers))
+    return exact.pages
+
+
 def range_of(memory: Any) -> Range:
     """The range of a row of an arena's memory: an array, or the name of memory on the card (`address`, `nbytes`)."""
     if isinstance(memory, np.ndarray):
@@ -143,6 +204,37 @@ def range_of(memory: Any) -> Range:
             raise ValueError(f"memories must be contiguous, got strides {memory.strides}")
         return Range(int(memory.ctypes.data), memory.nbytes)
     return Range(memory.address, memory.nbytes)
+
+
+def ranges_of(memories: Sequence[Any]) -> list[Range]:
+    """Of several, see `range_of`."""
+    return [range_of(memory) for memory in memories]
+
+
+def _angles(placed: Placed, context: int) -> Ints:
+    """The row of the tables of each row, those beyond them counted on."""
+    if placed.records is None:
+        return placed.batch.positions
+    angles = placed.records[:, 4]
+    return np.where(angles < 0, context - 1 - angles, angles)
+
+
+def _sinks(placed: Placed, order: NDArray[Any]) -> Sinks:
+    if placed.records is None or placed.sink_offsets is None or not placed.records[:, 1].any():
+        return Sinks(_NOBODY, _NOBODY, _NOBODY, np.empty(0, np.int64))
+    sequence, lengths = placed.batch.row_seq[order], placed.records[order, 1]
+    held = np.zeros(len(placed.sink_offsets), np.int64)
+    np.maximum.at(held, sequence, -(-lengths // PAGE_TOKENS))
+    starts = (np.cumsum(held) - held).astype(np.int32)
+    return Sinks(starts[sequence], lengths, placed.records[order, 2], _places(placed.sink_offsets, held))
+
+
+def _observed(rows: Ints, placed: Placed, new_row: Ints) -> Observed:
+    check_observed(rows, placed)
+    lengths = placed.batch.positions[rows] + 1
+    held = -(-lengths // PAGE_TOKENS)
+    places = _places(placed.batch.page_offsets[placed.batch.row_seq[rows]], held)
+    return Observed(new_row[rows], _ends(held), lengths, places)
 
 
 def _spans(

@@ -16,17 +16,18 @@ PagedAttention (Kwon et al. 2023).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tierd.kernels.gpu.launch import Launch, Plan, check_tensor, next_power_of_2
-from tierd.kernels.gpu.merge import plan_merge
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, load_tile, places, query_dtypes, turning
-from tierd.kernels.gpu.softmax import LN_2, accumulate, finished, finite_or_zero, scores_of
+from tierd.kernels.gpu.launch import Call, Launch, Plan, check_tensor, next_power_of_2
+from tierd.kernels.gpu.merge import Merged, plan_merge
+from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable, copy_places, load_either, places, query_dtypes, turning
+from tierd.kernels.gpu.softmax import LN_2, accumulate, add_up, finished, finite_or_zero, scores_of
+from tierd.kernels.layout import PAGE_TOKENS
 
 SPLIT_TOKENS = 512
 _BLOCK_HEADS = 16  # the smallest tile of the tensor cores
@@ -41,26 +42,31 @@ class Decoded(NamedTuple):
 
 
 @triton.jit
-def visible_span(length, at, window):
-    """The tokens [low, high) that a query at position `at` sees of `length`; `window` 0 is no window."""
+def visible_span(length, at, window, windows, row, HAS_WINDOWS: tl.constexpr):
+    """The tokens [low, high) that the query of a row at position `at` sees of `length`; a window of 0 is none."""
     low = tl.where(window > 0, tl.maximum(at - window + 1, 0), 0)
+    if HAS_WINDOWS:
+        own = tl.load(windows + row)
+        low = tl.maximum(low, tl.where(own > 0, at - own + 1, 0))
     return low, tl.minimum(length, at + 1)
 
 
 @triton.jit
 def _decode_kernel(
-    queries, pages, offsets, lengths, positions, base, outs, lses, page_lses,
+    queries, pages, offsets, lengths, positions, windows, base, outs, lses, page_lses,
     q_row, q_head, q_dim, outs_split, outs_row, outs_head, lses_split, lses_row,
     heads, group, head_blocks, window, layer_offset, value_offset, key_stride, value_stride, scale, soft_cap,
+    copies, copy_base, copy_layer, copy_values, COPY_BYTES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, SPLIT: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    HAS_POSITIONS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, HAS_WINDOWS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_MASS: tl.constexpr,
+    HAS_OUT: tl.constexpr,
 ):  # fmt: skip
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     kv_head, block = tl.program_id(1) // head_blocks, tl.program_id(1) % head_blocks
     length = tl.load(lengths + row)
     at = tl.load(positions + row) if HAS_POSITIONS else length - 1
-    low, high = visible_span(length, at, window)
+    low, high = visible_span(length, at, window, windows, row, HAS_WINDOWS)
     in_group = block * BLOCK_H + tl.arange(0, BLOCK_H)
     head = kv_head * group + in_group
     is_head = in_group < group
@@ -84,11 +90,10 @@ def _decode_kernel(
         token = start + tl.arange(0, BLOCK_N)
         page = token // 16
         present = (page < num_pages) & (page * 16 + 16 > low)
-        keys, values = load_tile(
-            pages + first_page, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
-            KEY_BITS, VALUE_BITS,
+        keys, values = load_either(
+            x, pages, copies, first_page, base, copy_base, key_plane, value_plane, kv_head, copy_layer, copy_values,
+            start, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP, KEY_BITS, VALUE_BITS, COPY_BYTES,
         )  # fmt: skip
-        keys, values = keys.to(x.dtype), values.to(x.dtype)
         seen = (token >= low) & (token < high)
         scores = scores_of(x, keys, seen[None, :], scale, soft_cap, HAS_CAP)
         if HAS_MASS:
@@ -103,27 +108,31 @@ def _decode_kernel(
                 page_lse,
                 mask=is_head[:, None] & (of_tile < num_pages)[None, :],
             )
-        values = tl.where(seen[:, None], values, 0.0).to(values.dtype)
-        largest, total, sums = accumulate(scores, values, largest, total, sums)
+        if HAS_OUT:
+            values = tl.where(seen[:, None], values, 0.0).to(values.dtype)
+            largest, total, sums = accumulate(scores, values, largest, total, sums)
+        else:  # then the compiler leaves out the loads of values
+            largest, total = add_up(scores, largest, total)
     out, lse = finished(largest, total, sums)
     tl.store(lses + split * lses_split + row * lses_row + head, lse, mask=is_head)
-    if begin < end:
-        tl.store(
-            outs + split * outs_split + row * outs_row + (head * outs_head)[:, None] + d[None, :],
-            out,
-            mask=is_head[:, None] & in_dim[None, :],
-        )
+    if HAS_OUT:
+        if begin < end:
+            tl.store(
+                outs + split * outs_split + row * outs_row + (head * outs_head)[:, None] + d[None, :],
+                out,
+                mask=is_head[:, None] & in_dim[None, :],
+            )
 
 
 @triton.jit
 def _mass_kernel(
-    page_lses, lses, offsets, lengths, positions, mass,
-    heads, group, kv_heads, window, BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    page_lses, lses, offsets, lengths, positions, windows, mass, heads, group, kv_heads, window,
+    BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_WINDOWS: tl.constexpr,
 ):  # fmt: skip
     row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + row)
     at = tl.load(positions + row) if HAS_POSITIONS else length - 1
-    low, high = visible_span(length, at, window)
+    low, high = visible_span(length, at, window, windows, row, HAS_WINDOWS)
     first_page, stop_page = tl.load(offsets + row).to(tl.int64), tl.load(offsets + row + 1)
     page = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     in_group = tl.arange(0, BLOCK_G)
@@ -141,6 +150,78 @@ def _mass_kernel(
     tl.store(mass + (first_page + page) * kv_heads + kv_head, share, mask=first_page + page < stop_page)
 
 
+def num_splits(max_pages: int) -> int:
+    """Parts that the attention of a row over so many pages is made of at most."""
+    return -(-max_pages * PAGE_TOKENS // SPLIT_TOKENS)
+
+
+def split_launches(
+    queries: Tensor,
+    table: PageTable,
+    layer: int,
+    parts: tuple[Tensor | None, Tensor],
+    *,
+    scale: float | None = None,
+    soft_cap: float = 0.0,
+    window: int = 0,
+    windows: Tensor | None = None,
+    positions: Tensor | None = None,
+    page_lses: Tensor | None = None,
+) -> tuple[Call | Launch, ...]:
+    """The launches that leave a row's attention in parts, to be merged.
+
+    parts      contiguous fp32 out [num_splits, batch, heads, head_dim] and lse [num_splits, batch, heads]. Without out
+               no values are read
+    table      the pages of two rows may be the same ones: of the offsets only the first of each row counts
+    page_lses  fp32 [all pages, heads], that of each page is left there
+
+    Otherwise as `decode`.
+    """
+    layout = table.layout
+    heads = check_queries(queries, table, layer, soft_cap, window)
+    batch, group = len(queries), heads // layout.kv_heads
+    if batch != table.batch:
+        raise ValueError(f"queries: {batch} rows for {table.batch} sequences")
+    for name, vector in (("positions", positions), ("windows", windows)):
+        if vector is not None:
+            check_tensor(name, vector, [torch.int32], [batch], queries)
+    splits = num_splits(table.max_pages)
+    outs, lses = parts
+    check_tensor("parts", lses, [torch.float32], [splits, batch, heads], queries)
+    if outs is not None:
+        check_tensor("parts", outs, [torch.float32], [splits, batch, heads, layout.head_dim], queries)
+    # Tiles of some 16 KB, keys and values: with three stages two or three programs fit an SM of 100 KB.
+    # Codes become numbers in registers: of two pages at once they would take all there are.
+    wide = layout.format in PAGE_DTYPES and next_power_of_2(layout.head_dim) * layout.element_bytes <= 512
+    head_blocks = -(-group // _BLOCK_HEADS)
+    turned, turn = turning(queries, layout)
+    args = {
+        **_seen_by(table, window, windows, positions), "heads": heads, "group": group, "queries": turned,
+        "pages": table.pages, "base": table.base, "outs": outs, "lses": lses, "page_lses": page_lses,
+        "q_row": turned.stride(0), "q_head": turned.stride(1), "q_dim": turned.stride(2),
+        "outs_split": batch * heads * layout.head_dim, "outs_row": heads * layout.head_dim,
+        "outs_head": layout.head_dim, "lses_split": batch * heads, "lses_row": heads, "head_blocks": head_blocks,
+        **places(layout, layer), **copy_places(table.copies, layer),
+        "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap,
+        "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_N": 32 if wide else 16,
+        "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "HAS_CAP": soft_cap > 0, "HAS_MASS": page_lses is not None,
+        "HAS_OUT": outs is not None,
+    }  # fmt: skip
+    return *turn, Launch(_decode_kernel, (splits, layout.kv_heads * head_blocks, batch), args, 4, 3)
+
+
+def _seen_by(
+    table: PageTable, window: int, windows: Tensor | None, positions: Tensor | None
+) -> dict[str, Any]:
+    """What both kernels are told of which tokens a row sees."""
+    return {
+        "offsets": table.offsets, "lengths": table.lengths,
+        "positions": None if positions is None else positions.contiguous(),
+        "windows": None if windows is None else windows.contiguous(), "window": window,
+        "HAS_POSITIONS": positions is not None, "HAS_WINDOWS": windows is not None,
+    }  # fmt: skip
+
+
 def plan_decode(
     queries: Tensor,
     table: PageTable,
@@ -149,6 +230,7 @@ def plan_decode(
     scale: float | None = None,
     soft_cap: float = 0.0,
     window: int = 0,
+    windows: Tensor | None = None,
     sinks: Tensor | None = None,
     positions: Tensor | None = None,
     want_mass: bool = False,
@@ -156,50 +238,44 @@ def plan_decode(
     """`decode` without running it."""
     layout = table.layout
     heads = check_queries(queries, table, layer, soft_cap, window)
-    batch, group = len(queries), heads // layout.kv_heads
-    if batch != table.batch:
-        raise ValueError(f"queries: {batch} rows for {table.batch} sequences")
-    if positions is not None:
-        check_tensor("positions", positions, [torch.int32], [batch], queries)
-    splits = -(-table.max_pages * layout.page_tokens // SPLIT_TOKENS)
-    outs = torch.empty((splits, batch, heads, layout.head_dim), dtype=torch.float32, device=queries.device)
-    lses = torch.empty((splits, batch, heads), dtype=torch.float32, device=queries.device)
-    page_lses = torch.empty((len(table.pages), heads), dtype=torch.float32, device=queries.device)
-    # Tiles of some 16 KB, keys and values: with three stages two or three programs fit an SM of 100 KB.
-    # Codes become numbers in registers: of two pages at once they would take all there are.
-    wide = layout.format in PAGE_DTYPES and next_power_of_2(layout.head_dim) * layout.element_bytes <= 512
-    block_n = 32 if wide else 16
-    head_blocks = -(-group // _BLOCK_HEADS)
-    turned, turn = turning(queries, layout)
-    shared = {
-        "offsets": table.offsets, "lengths": table.lengths,
-        "positions": None if positions is None else positions.contiguous(), "heads": heads, "group": group,
-        "window": window, "HAS_POSITIONS": positions is not None,
-    }  # fmt: skip
-    args = {
-        **shared, "queries": turned, "pages": table.pages, "base": table.base, "outs": outs, "lses": lses,
-        "page_lses": page_lses if want_mass else None,
-        "q_row": turned.stride(0), "q_head": turned.stride(1), "q_dim": turned.stride(2),
-        "outs_split": outs.stride(0), "outs_row": outs.stride(1), "outs_head": outs.stride(2),
-        "lses_split": lses.stride(0), "lses_row": lses.stride(1), "head_blocks": head_blocks,
-        **places(layout, layer),
-        "scale": 1 / math.sqrt(layout.head_dim) if scale is None else scale, "soft_cap": soft_cap,
-        "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim), "BLOCK_N": block_n,
-        "BLOCK_H": _BLOCK_HEADS, "SPLIT": SPLIT_TOKENS, "HAS_CAP": soft_cap > 0, "HAS_MASS": want_mass,
-    }  # fmt: skip
+    shape = (num_splits(table.max_pages), len(queries), heads)
+    outs = torch.empty((*shape, layout.head_dim), dtype=torch.float32, device=queries.device)
+    lses = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    page_lses = None
+    if want_mass:
+        page_lses = torch.empty((len(table.pages), heads), dtype=torch.float32, device=queries.device)
+    launches = split_launches(
+        queries, table, layer, Merged(outs, lses), scale=scale, soft_cap=soft_cap, window=window, windows=windows,
+        positions=positions, page_lses=page_lses,
+    )  # fmt: skip
     merged = plan_merge(outs, lses, sinks, queries.dtype)
-    split_launch = Launch(_decode_kernel, (splits, layout.kv_heads * head_blocks, batch), args, 4, 3)
-    buffers = (outs, lses, *merged.buffers)
-    if not want_mass:
-        return Plan(Decoded(*merged.result, None), buffers, (*turn, split_launch, *merged.launches))
-    mass = torch.empty((len(table.pages), layout.kv_heads), dtype=torch.float32, device=queries.device)
-    mass_args = {
-        **shared, "page_lses": page_lses, "lses": merged.result.lse, "mass": mass, "kv_heads": layout.kv_heads,
-        "BLOCK_P": 64, "BLOCK_G": next_power_of_2(group),
+    launches, buffers = (*launches, *merged.launches), (outs, lses, *merged.buffers)
+    if page_lses is None:
+        return Plan(Decoded(*merged.result, None), buffers, launches)
+    mass, launch = _plan_mass(table, page_lses, merged.result.lse, _seen_by(table, window, windows, positions))
+    return Plan(Decoded(*merged.result, mass), (*buffers, page_lses, mass), (*launches, launch))
+
+
+def plan_masses(queries: Tensor, table: PageTable, layer: int) -> Plan[Tensor]:
+    """`masses` without running it."""
+    heads = check_queries(queries, table, layer, 0.0, 0)
+    shapes = ((num_splits(table.max_pages), len(queries), heads), (len(table.pages), heads), (len(queries), heads))
+    lses, page_lses, lse = (torch.empty(shape, dtype=torch.float32, device=queries.device) for shape in shapes)
+    launches = split_launches(queries, table, layer, (None, lses), page_lses=page_lses)
+    together = Call(lambda: torch.logsumexp(lses, 0, out=lse))
+    mass, launch = _plan_mass(table, page_lses, lse, _seen_by(table, 0, None, None))
+    return Plan(mass, (lses, page_lses, lse, mass), (*launches, together, launch))
+
+
+def _plan_mass(table: PageTable, page_lses: Tensor, lse: Tensor, seen_by: dict[str, Any]) -> tuple[Tensor, Launch]:
+    """Where the masses come to lie, and the launch that makes them of what pages and rows have."""
+    kv_heads, heads = table.layout.kv_heads, page_lses.shape[1]
+    mass = torch.empty((len(table.pages), kv_heads), dtype=torch.float32, device=lse.device)
+    args = {
+        **seen_by, "heads": heads, "group": heads // kv_heads, "page_lses": page_lses, "lses": lse, "mass": mass,
+        "kv_heads": kv_heads, "BLOCK_P": 64, "BLOCK_G": next_power_of_2(heads // kv_heads),
     }  # fmt: skip
-    mass_launch = Launch(_mass_kernel, (-(-table.max_pages // 64), batch, layout.kv_heads), mass_args)
-    launches = (*turn, split_launch, *merged.launches, mass_launch)
-    return Plan(Decoded(*merged.result, mass), (*buffers, page_lses, mass), launches)
+    return mass, Launch(_mass_kernel, (-(-table.max_pages // 64), len(lse), kv_heads), args)
 
 
 def check_queries(queries: Tensor, table: PageTable, layer: int, soft_cap: float, window: int) -> int:
@@ -226,6 +302,7 @@ def decode(
     scale: float | None = None,
     soft_cap: float = 0.0,
     window: int = 0,
+    windows: Tensor | None = None,
     sinks: Tensor | None = None,
     positions: Tensor | None = None,
     want_mass: bool = False,
@@ -237,6 +314,7 @@ def decode(
     table      the pages; a sequence without any gets zeros and an lse of minus infinity
     scale      of the scores, 1 / sqrt(head_dim) by default; soft_cap c makes them c * tanh(score / c)
     window     sees so many tokens, its own included, or all for 0; pages that are wholly out of it are not read
+    windows    int32 [batch]: beside `window`, one of each sequence's own, or 0
     sinks      float [heads], a logit each with a value of zero: pass them to one of all merges of a sequence
     positions  int32 [batch], of the query, counted from the first token in the table; by default that of the last
                token. For a run that ends before the query: then a window is cut at the right place
@@ -246,6 +324,14 @@ def decode(
     Raises ValueError for wrong shapes, types, devices or options.
     """
     return plan_decode(
-        queries, table, layer, scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, positions=positions,
-        want_mass=want_mass,
+        queries, table, layer, scale=scale, soft_cap=soft_cap, window=window, windows=windows, sinks=sinks,
+        positions=positions, want_mass=want_mass,
     ).run()  # fmt: skip
+
+
+def masses(queries: Tensor, table: PageTable, layer: int) -> Tensor:
+    """The `mass` of `decode`, without a window, and nothing else: no values are read. Twin: `reference.decode`.
+
+    Raises ValueError for wrong shapes, types or devices.
+    """
+    return plan_masses(queries, table, layer).run()

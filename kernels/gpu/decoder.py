@@ -15,22 +15,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, range_of
-from tierd.kernels.gpu.decode import plan_decode
-from tierd.kernels.gpu.extend import plan_extend
-from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
+from tierd.kernels.gpu.angles import AngleTables
+from tierd.kernels.gpu.attention import Turned, attend, masses_of, observe, write
+from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, checked_copies, ranges_of
+from tierd.kernels.gpu.choice import Asking, Choices, Choose, Choosing, check_tables
+from tierd.kernels.gpu.fused import Rotated, plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
 from tierd.kernels.gpu.inputs import Inputs, Sizes
+from tierd.kernels.gpu.launch import on_host, wait_for
 from tierd.kernels.gpu.layers import Ends, GpuLayer
-from tierd.kernels.gpu.pages import base_of, value_dtype
+from tierd.kernels.gpu.pages import base_of, copy_layout, value_dtype
 from tierd.kernels.gpu.products import product_plan, rows_plan
 from tierd.kernels.gpu.sample import plan_sample
-from tierd.kernels.gpu.write import plan_write
+from tierd.kernels.gpu.warm import warm_up
 from tierd.kernels.layout import PageLayout
-from tierd.kernels.rows import Ints
+from tierd.kernels.rows import Exact, Ints
 
 if TYPE_CHECKING:
-    from tierd.kernels.cpu.step import DecoderShape
+    from tierd.kernels.cpu.step import Angles, DecoderShape
 
 Floats = NDArray[np.float32]
 
@@ -51,6 +53,7 @@ class _Passed(NamedTuple):
     logits: Tensor
     branch: Tensor
     residual: Tensor | None
+    masses: Tensor  # of the observed rows, see `attention.observe`
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class GpuDecoder:
         stream: that everything is launched on; None for the caller's current one.
         note: told what a user should know.
         embed_rows: the embedding's rows for tokens, fp32 [tokens, hidden], where it is not on the device.
+        far: angles of positions beyond the tables, for rows with sinks; None: there are none.
 
     Threading: one pass at a time, all from one thread. Raises ValueError for shapes that don't fit.
     """
@@ -95,6 +99,7 @@ class GpuDecoder:
         stream: torch.cuda.Stream | None = None,
         note: Callable[[str], None] = lambda text: None,
         embed_rows: Callable[[Ints], Floats] | None = None,
+        far: Angles | None = None,
     ) -> None:
         if (ends.embed is None) != (embed_rows is not None):
             raise ValueError("the embedding lies on the card, or its rows are given: one of them")
@@ -106,14 +111,23 @@ class GpuDecoder:
         self._layers, self._ends, self._dtype = list(layers), ends, dtype
         self.device = ends.final_norm.device
         self._base = base_of(layout, self.device)
-        self._page_dtype = value_dtype(layout, dtype)
-        tables = (torch.from_numpy(np.ascontiguousarray(table, np.float32)) for table in (cos, sin))
-        self._cos, self._sin = (table.to(self.device) for table in tables)
+        self._page_dtype, self.copy_layout = value_dtype(layout, dtype), copy_layout(layout, dtype)
+        self._angles = AngleTables(cos, sin, max_rows, far, self.device)
         self._embed_rows, self._capture, self._note = embed_rows, capture, note
         self._graphs: Graphs[_Passed] = Graphs(self._inputs, capture, note)
         self._stream = stream
         self._open: _Open | None = None
         self._last: tuple[Arranged, _Passed] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether some layer is handed in."""
+        return None in self._layers
+
+    @property
+    def has_far(self) -> bool:
+        """Whether rows may stand beyond the tables."""
+        return self._angles.has_far
 
     @property
     def graph_stats(self) -> GraphStats:
@@ -122,26 +136,31 @@ class GpuDecoder:
 
     def forward(
         self, memories: Sequence[Any], tokens: Ints, positions: Ints, row_seq: Ints, pages: Addresses,
-        page_offsets: Ints, logit_rows: Ints, *, between: Callable[[], None] | None = None,
+        page_offsets: Ints, logit_rows: Ints, bounds: Ints | None = None, between: Callable[[], None] | None = None,
+        observed: Ints | None = None, exact: Exact | None = None, choices: Choices | None = None,
     ) -> Floats:  # fmt: skip
         """One pass over the rows: writes their keys and values into the pages, returns logits [len(logit_rows), vocab].
 
         As `CpuDecoder.forward`, with these differences: rows of a sequence follow each other in position, records start
         at multiples of 64 bytes, and `memories` are arrays or ranges (`address`, `nbytes`) that the card can read and
-        write. Returns when the card is done. Raises ValueError, before any memory is touched, for what doesn't fit.
+        write. Returns when the card is done. `choices` says which rows read what they choose, layer by layer; they are
+        not asked between layers. Raises ValueError, before any memory is touched, for what doesn't fit.
         """
         self._require_all()
         if between is not None:
-            self.start(tokens, positions, row_seq, page_offsets, logit_rows)
+            self.start(tokens, positions, row_seq, page_offsets, logit_rows, None, bounds, observed, exact)
             for layer in range(len(self._layers)):
                 between()
                 self.layer(layer, memories, pages)
             return self.finish()
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
-        check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
+        ranges = ranges_of(memories)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed, exact)
+        check_addresses(pages, page_offsets, ranges, self.layout, range(len(self._layers)))
+        if choices is not None:
+            check_tables(choices, ranges, self.layout)
         self._open = None
         with torch.cuda.stream(self._stream):
-            return _on_host(self._pass(arranged, pages))
+            return on_host(self._pass(arranged, pages, choices))
 
     def draw(
         self, memories: Sequence[Any], tokens: Ints, positions: Ints, row_seq: Ints, pages: Addresses,
@@ -149,8 +168,8 @@ class GpuDecoder:
     ) -> Ints:  # fmt: skip
         """As `forward`, and draws on the card: a token for each row of logits, -1 where they are not finite."""
         self._require_all()
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
-        check_addresses(pages, page_offsets, [range_of(m) for m in memories], self.layout, range(len(self._layers)))
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, None, None, None)
+        check_addresses(pages, page_offsets, ranges_of(memories), self.layout, range(len(self._layers)))
         self._open = None
         with torch.cuda.stream(self._stream):
             logits = self._pass(arranged, pages)
@@ -159,43 +178,47 @@ class GpuDecoder:
             return drawn
 
     def start(
-        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, rows: None = None
-    ) -> None:
+        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints, rows: None = None,
+        bounds: Ints | None = None, observed: Ints | None = None, exact: Exact | None = None,
+    ) -> None:  # fmt: skip
         """Opens a pass that is computed layer by layer. Arguments and errors as for `forward`."""
         if rows is not None:
             raise ValueError("the card finds the rows of the embedding itself: none are handed in")
-        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows)
+        arranged = self._arranged(tokens, positions, row_seq, page_offsets, logit_rows, bounds, observed, exact)
         with torch.cuda.stream(self._stream):
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, np.zeros(int(page_offsets[-1]), np.int64))
             self._open = _Open(arranged, inputs, page_offsets.copy(), self._embed(inputs), None)
-            self._synchronize()
+            wait_for(self.device)
 
     def layer(
         self, index: int, memories: Sequence[Any], pages: Addresses, placed: GpuLayer | None = None,
-        experts: None = None,
+        experts: None = None, choose: Choose | None = None,
     ) -> None:  # fmt: skip
         """Computes layer `index` of the open pass, whose slices of the pages lie there; `placed` where the decoder has
         no such layer. Returns when it is computed: the memory may then be filled with what the next layer needs.
-        Raises ValueError as `CpuDecoder.layer`.
+        `choose` as there, but queries stay on the card, not scaled, by row. Raises ValueError as `CpuDecoder.layer`.
         """
         opened = self._opened()
         if experts is not None:
             raise ValueError("mixtures of experts are not computed on a card yet")
         if index != opened.next_layer or index >= len(self._layers):
             raise ValueError(f"layer {index} of {len(self._layers)} after {opened.next_layer} layers")
-        ranges = [range_of(memory) for memory in memories]
-        check_addresses(pages, opened.page_offsets, ranges, self.layout, range(index, index + 1))
+        check_addresses(pages, opened.page_offsets, ranges_of(memories), self.layout, range(index, index + 1))
         layer = self._layers[index] if placed is None else placed
         if layer is None:
             raise ValueError(f"layer {index} is not on the card, and none was handed in")
+
         opened.next_layer += 1
+        asking = None
+        if choose is not None:
+            asking = Asking(choose, opened.arranged, opened.inputs, opened.page_offsets, self.layout)
         with torch.cuda.stream(self._stream):
             opened.inputs.load_pages(opened.arranged, pages)
             opened.branch, opened.residual = self._layer(
-                index, layer, opened.branch, opened.residual, opened.inputs
+                index, layer, opened.branch, opened.residual, opened.inputs, asking
             )
-            self._synchronize()
+            wait_for(self.device)
 
     def finish(self, head: Iterable[Any] | None = None) -> Floats:
         """Closes the open pass: logits [len(logit_rows), vocab]. Raises ValueError before its last layer is done."""
@@ -208,41 +231,33 @@ class GpuDecoder:
         with torch.cuda.stream(self._stream):
             passed = self._head(opened.branch, opened.residual, opened.inputs)
             self._last = (opened.arranged, passed)
-            return _on_host(passed.logits)
+            return on_host(passed.logits)
 
     def hidden(self, rows: Ints) -> Floats:
         """Final hidden states [len(rows), hidden] of rows of the last pass, which is complete: what the head takes."""
         if self._last is None:
             raise ValueError("no pass is complete")
-        arranged, (_, branch, residual) = self._last
+        arranged, (_, branch, residual, _) = self._last
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(arranged.tokens):
             raise ValueError(f"the last pass has {len(arranged.tokens)} rows")
         with torch.cuda.stream(self._stream):
             at = torch.from_numpy(arranged.new_rows[rows].astype(np.int64)).to(self.device)
-            return _on_host(self._normed(branch, residual, at).float())
+            return on_host(self._normed(branch, residual, at).float())
+
+    def masses(self) -> NDArray[np.float64]:
+        """As `CpuDecoder.masses`: of the observed rows of the last pass. Raises ValueError where none was observed."""
+        if self._last is None or not len(self._last[0].observed.rows):
+            raise ValueError("no row of the last pass was observed")
+        arranged, passed = self._last
+        with torch.cuda.stream(self._stream):
+            return masses_of(passed.masses, arranged.observed, self.shape.heads // self.shape.kv_heads)
 
     def warm_up(
         self, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None] = lambda index: None
     ) -> None:
-        """Compiles what passes of one row, of a few, and of chunks launch, on a page of its own. `place` gives the
-        layers that the decoder does not have.
-        """
-        record = torch.zeros(self.layout.record_bytes + 64, dtype=torch.uint8, device=self.device)
-        page = np.array([-(-record.data_ptr() // 64) * 64], np.int64)
-        memory = _Piece(int(page[0]), self.layout.record_bytes)
-        counts = [count for count in (1, 16) if count <= min(self.context, self.max_rows, self.layout.page_tokens)]
-        for done, count in enumerate(counts):
-            progress(done, len(counts))
-            steps = np.arange(count, dtype=np.int32)
-            zeros, ends = np.zeros(count, np.int32), np.array([0, 1], np.int32)
-            if None not in self._layers:
-                self.forward([memory], zeros, steps, zeros, page, ends, steps[-1:])
-                continue
-            self.start(zeros, steps, zeros, ends, steps[-1:])
-            for index in range(len(self._layers)):
-                self.layer(index, [memory], page, place(index))
-            self.finish()
-        progress(len(counts), len(counts))
+        """Compiles what passes launch, on a page of its own, see `warm.py`. `place` gives the layers that the decoder
+        does not have."""
+        warm_up(self, progress, place)
 
     def set_layer(self, index: int, layer: GpuLayer | None) -> None:
         """Between passes: a layer lies there from now on; None: it is handed in. What was captured is forgotten."""
@@ -258,13 +273,15 @@ class GpuDecoder:
     # -- one pass ---------------------------------------------------------------------------------------------------
 
     def _arranged(
-        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints
-    ) -> Arranged:
+        self, tokens: Ints, positions: Ints, row_seq: Ints, page_offsets: Ints, logit_rows: Ints,
+        bounds: Ints | None, observed: Ints | None, exact: Exact | None,
+    ) -> Arranged:  # fmt: skip
         if not self._layers:
             raise ValueError("the decoder is closed")
         return arrange(
             tokens, positions, row_seq, page_offsets, logit_rows, self.layout.page_tokens, self.shape.vocab,
-            self.context, self.max_rows,
+            self.context, self.max_rows, bounds, self.has_far, observed,
+            checked_copies(exact, page_offsets, bounds, self.copy_layout),
         )  # fmt: skip
 
     def _require_all(self) -> None:
@@ -273,22 +290,26 @@ class GpuDecoder:
             raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
 
     def _inputs(self, sizes: Sizes) -> Inputs:
-        return Inputs(sizes, self._base, self.shape.hidden if self._embed_rows is not None else 0, self._dtype)
+        width = self.shape.hidden if self._embed_rows is not None else 0
+        return Inputs(sizes, self._base, self.layout.kv_heads, width, self._dtype, self.copy_layout)
 
     def _load(self, inputs: Inputs, arranged: Arranged, pages: Addresses) -> None:
         inputs.load(arranged, pages)
+        self._angles.load(arranged.far)
         if self._embed_rows is not None:
             inputs.load_rows(torch.from_numpy(self._embed_rows(arranged.tokens)))
 
-    def _pass(self, arranged: Arranged, pages: Addresses) -> Tensor:
+    def _pass(self, arranged: Arranged, pages: Addresses, choices: Choices | None = None) -> Tensor:
         """Logits, on the card: [logits, vocab] in the order of the caller's."""
         bucket = None
-        if arranged.decode_rows == len(arranged.tokens):
-            bucket = Graphs.bucket(arranged.decode_rows, arranged.max_decode_pages)
+        if choices is None and arranged.decode_rows == len(arranged.tokens):
+            is_observed = arranged.observed.max_pages > 0
+            sizes = (arranged.decode_rows, arranged.max_decode_pages, arranged.sinks.max_pages)
+            bucket = Graphs.bucket(*sizes, is_observed, bool(len(arranged.copies)))
         if bucket is None:
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, pages)
-            passed = self._compute(inputs)
+            passed = self._compute(inputs, None if choices is None else Choosing(choices, arranged, inputs))
             self._last = (arranged, passed)
             return passed.logits
         inputs = self._graphs.inputs(bucket)
@@ -301,57 +322,67 @@ class GpuDecoder:
             return passed.logits[: len(rows)]
         return passed.logits[torch.from_numpy(rows.astype(np.int64)).to(self.device)]
 
-    def _compute(self, inputs: Inputs) -> _Passed:
+    def _compute(self, inputs: Inputs, choosing: Choosing | None = None) -> _Passed:
         branch, residual = self._embed(inputs), None
         for index, layer in enumerate(self._layers):
             assert layer is not None
-            branch, residual = self._layer(index, layer, branch, residual, inputs)
+            branch, residual = self._layer(index, layer, branch, residual, inputs, choosing)
+            if choosing is not None:
+                choosing.learn(index)
         return self._head(branch, residual, inputs)
 
     def _embed(self, inputs: Inputs) -> Tensor:
+        inputs.masses.zero_()  # here, so that a captured step begins with it
         if self._ends.embed is None:
             return inputs.embedded
         return rows_plan(inputs.tokens, self._ends.embed, self._dtype).run()
 
     def _layer(
-        self, index: int, layer: GpuLayer, branch: Tensor, residual: Tensor | None, inputs: Inputs
-    ) -> tuple[Tensor, Tensor]:
-        """The branch and the residual after a layer. Temporaries go back to torch's allocator as it proceeds."""
+        self, index: int, layer: GpuLayer, branch: Tensor, residual: Tensor | None, inputs: Inputs,
+        chosen: Callable[[int, Tensor], None] | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The branch and the residual after a layer. Temporaries go back to torch's allocator as it proceeds. `chosen`
+        puts what is read into the inputs when the queries are known."""
         shape = self.shape
         normed, residual = plan_add_norm(branch, layer.attn_norm, shape.norm_eps, residual).run()
-        attended = self._attend(index, layer, normed, inputs)
+        attended = self._attend(index, layer, normed, inputs, chosen)
         branch = product_plan(attended, layer.o, layer.o_bias).run()
         normed, residual = plan_add_norm(branch, layer.mlp_norm, shape.norm_eps, residual).run()
         both = product_plan(normed, layer.gate_up, layer.gate_up_bias).run()
         return product_plan(plan_swiglu(both).run(), layer.down, layer.down_bias).run(), residual
 
-    def _attend(self, index: int, layer: GpuLayer, normed: Tensor, inputs: Inputs) -> Tensor:
-        shape, layout, sizes = self.shape, self.layout, inputs.sizes
+    def _attend(
+        self, index: int, layer: GpuLayer, normed: Tensor, inputs: Inputs,
+        chosen: Callable[[int, Tensor], None] | None,
+    ) -> Tensor:  # fmt: skip
+        shape, layout = self.shape, self.layout
         fused = product_plan(normed, layer.qkv, layer.qkv_bias, self._page_dtype).run()
         qkv = fused.view(len(fused), -1, shape.head_dim)
-        turned = plan_rotate(
-            qkv, shape.heads, shape.kv_heads, self._cos, self._sin, inputs.positions, layer.qk_norms, shape.norm_eps
-        ).run()
-        queries, keys, values = turned.queries, turned.keys, qkv[:, shape.heads + shape.kv_heads :]
-        plan_write(keys, values, inputs.spans(layout), index).run()
-        window, first, parts = shape.windows[index], sizes.decode_rows, []
-        if first:
-            parts.append(plan_decode(queries[:first], inputs.decode_table(layout), index, window=window).run().out)
-        if sizes.chunks:
-            new = plan_extend(
-                queries[first:], keys[first:], values[first:], inputs.chunk_rows, sizes.max_chunk_rows,
-                inputs.chunk_table(layout), index, window=window,
-            ).run()  # fmt: skip
-            parts.append(new.out)
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        queries, keys = self._rotated(layer, qkv, shape.kv_heads, inputs.angles)
+        values = qkv[:, shape.heads + shape.kv_heads :]
+        sink_queries = self._rotated(layer, qkv, 0, inputs.seen_from).queries if inputs.sizes.sink_rows else None
+        write(index, keys, values, inputs, layout)
+        if chosen is not None:
+            chosen(index, queries)
+        if inputs.sizes.observed and not shape.windows[index]:
+            observe(index, queries, inputs, layout)
+        turned = Turned(queries, keys, values, sink_queries)
+        attended = attend(index, turned, inputs, layout, shape.windows[index])
         return attended.view(len(attended), -1).to(self._dtype)
 
+    def _rotated(self, layer: GpuLayer, qkv: Tensor, kv_heads: int, angles: Tensor) -> Rotated:
+        shape, tables = self.shape, self._angles
+        return plan_rotate(
+            qkv, shape.heads, kv_heads, tables.cos, tables.sin, angles, layer.qk_norms, shape.norm_eps
+        ).run()
+
     def _head(self, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> _Passed:
-        if not inputs.sizes.logits:
+        if inputs.sizes.logits:
+            normed = self._normed(branch, residual, inputs.logit_rows)
+            logits = product_plan(normed, self._ends.head, None, torch.float32).run()
+        else:
             logits = torch.empty((0, self.shape.vocab), dtype=torch.float32, device=self.device)
-            return _Passed(logits, branch, residual)
-        normed = self._normed(branch, residual, inputs.logit_rows)
-        return _Passed(product_plan(normed, self._ends.head, None, torch.float32).run(), branch, residual)
+        return _Passed(logits, branch, residual, inputs.masses)
 
     def _normed(self, branch: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
         wanted = torch.index_select(branch, 0, rows)
@@ -362,24 +393,3 @@ class GpuDecoder:
         if self._open is None:
             raise ValueError("no pass is open: start one first")
         return self._open
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-
-class _Piece(NamedTuple):
-    """Some memory."""
-
-    address: int
-    nbytes: int
-
-
-def _on_host(logits: Tensor) -> Floats:
-    """Logits as an array of their own; waits for the card."""
-    if logits.device.type != "cuda":
-        return logits.numpy().copy()
-    near = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
-    near.copy_(logits, non_blocking=True)
-    torch.cuda.current_stream(logits.device).synchronize()
-    return near.numpy()

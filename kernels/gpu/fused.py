@@ -140,7 +140,7 @@ def plan_rotate(
     """`rotate` without running it."""
     check_tensor("qkv", qkv, FLOAT_DTYPES, [None, None, None])
     rows, found, head_dim = qkv.shape
-    if heads <= 0 or kv_heads <= 0 or found < heads + kv_heads:
+    if heads <= 0 or kv_heads < 0 or found < heads + kv_heads:
         raise ValueError(f"qkv: {found} heads do not hold {heads} of queries and {kv_heads} of keys")
     if head_dim % 2 or not 0 < head_dim <= MAX_ROTATED_HEAD_DIM:
         raise ValueError(f"qkv: head_dim must be even and at most {MAX_ROTATED_HEAD_DIM}, got {head_dim}")
@@ -181,6 +181,7 @@ def rotate(
     qkv           float [rows, heads + kv_heads + any, head_dim], the fused product: queries, keys, values; values of a
                   head neighbours, other strides any
     cos, sin      fp32 [positions, head_dim / 2]; the halves of a head are the pairs (as in Llama, not GPT-J)
+    kv_heads      0: keys are left out
     positions     int32 [rows], which the caller has checked against the tables
     norm_weights  float [head_dim] for queries and for keys (Qwen3), or None
 

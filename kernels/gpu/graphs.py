@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,16 @@ MAX_GRAPHS = 48
 
 
 Result = TypeVar("Result")
+
+
+class Bucket(NamedTuple):
+    """What a captured step has room for."""
+
+    rows: int
+    pages: int  # of a row
+    sink_pages: int = 0  # of a row, beside the others; 0: nobody sees sinks
+    observed: bool = False  # whether some row is
+    copies: bool = False  # whether some page has an exact one
 
 
 class Capturer(Protocol):
@@ -87,7 +97,7 @@ class Graphs(Generic[Result]):
         self._capture = capture
         self._note = note
         self._max_graphs = max_graphs
-        self._steps: OrderedDict[tuple[int, int], _Step[Result]] = OrderedDict()
+        self._steps: OrderedDict[Bucket, _Step[Result]] = OrderedDict()
         self._captured = self._replayed = self._eager = 0
 
     @property
@@ -96,16 +106,17 @@ class Graphs(Generic[Result]):
         return GraphStats(self._captured, self._replayed, self._eager)
 
     @staticmethod
-    def bucket(rows: int, pages: int) -> tuple[int, int] | None:
-        """The bucket of a step of `rows` decode rows with at most `pages` pages; None for more rows than any has."""
+    def bucket(
+        rows: int, pages: int, sink_pages: int = 0, observed: bool = False, copies: bool = False
+    ) -> Bucket | None:
+        """The bucket of a step of `rows` decode rows with at most `pages` pages, and `sink_pages` with sinks, some of
+        them `observed`, some pages with exact `copies`; None for more rows than any has."""
         if rows > ROW_BUCKETS[-1]:
             return None
-        room = MIN_PAGES
-        while room < pages:
-            room *= 2
-        return next(bucket for bucket in ROW_BUCKETS if rows <= bucket), room
+        room = next(bucket for bucket in ROW_BUCKETS if rows <= bucket)
+        return Bucket(room, _doubled(pages), _doubled(sink_pages) if sink_pages else 0, observed, copies)
 
-    def inputs(self, bucket: tuple[int, int]) -> Inputs:
+    def inputs(self, bucket: Bucket) -> Inputs:
         """The block to be loaded before `run`. The bucket used least recently goes when there are too many."""
         if bucket in self._steps:
             self._steps.move_to_end(bucket)
@@ -115,7 +126,7 @@ class Graphs(Generic[Result]):
             self._steps[bucket] = _Step(self._make_inputs(Sizes.of_decode(*bucket)))
         return self._steps[bucket].inputs
 
-    def run(self, bucket: tuple[int, int], compute: Callable[[Inputs], Result]) -> Result:
+    def run(self, bucket: Bucket, compute: Callable[[Inputs], Result]) -> Result:
         """Runs the loaded step. Its first run is eager, which compiles what it needs; then it is captured."""
         step = self._steps[bucket]
         if step.replay is not None:
@@ -129,6 +140,14 @@ class Graphs(Generic[Result]):
                 self._captured += 1
             except RuntimeError as exc:  # torch's, for all that CUDA refuses
                 step.broken = True
-                rows, pages = bucket
-                self._note(f"decode steps of up to {rows} rows and {pages} pages run without a CUDA graph: {exc}")
+                what = f"{bucket.rows} rows and {bucket.pages} pages"
+                self._note(f"decode steps of up to {what} run without a CUDA graph: {exc}")
         return result
+
+
+def _doubled(pages: int) -> int:
+    """The room for so many pages."""
+    room = MIN_PAGES
+    while room < pages:
+        room *= 2
+    return room

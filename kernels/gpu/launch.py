@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Result = TypeVar("Result")
@@ -90,3 +92,19 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
 def next_power_of_2(count: int) -> int:
     """The smallest power of two that is not below `count` (at least 1)."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits for all that was queued on the current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def on_host(values: Tensor) -> NDArray[np.float32]:
+    """fp32 values as an array of their own; waits for the card."""
+    if values.device.type != "cuda":
+        return values.numpy().copy()
+    near = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    near.copy_(values, non_blocking=True)
+    wait_for(values.device)
+    return near.numpy()

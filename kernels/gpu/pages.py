@@ -10,8 +10,9 @@ elements holds because `PageTable.build` checks it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,28 @@ ALIGN_BYTES = 64  # 16 elements of fp32
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """Exact copies of some pages of a table (`kernels.rows.Exact`): of a page that has one, this is what is read.
+
+    layout    of the copies: exact numbers. Keys are turned as those of the pages are
+    pages     int64 [all pages]  addresses of records, 0 for a page that has none. Both pages of 32 tokens have one, or
+              none has
+    base      as that of a table
+    """
+
+    layout: PageLayout
+    pages: Tensor
+    base: Tensor
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout, self.base)
+        if self.layout.format not in PAGE_DTYPES:
+            raise ValueError(f"exact copies hold numbers as they are, and not {self.layout.format}")
+        check_tensor("copies", self.pages, [torch.int64], [None], self.base)
+        check_contiguous("copies", self.pages)
+
+
+@dataclass(frozen=True, slots=True)
 class PageTable:
     """The pages of some sequences. Use `build`, which checks the values while they are on the host; this checks shapes.
 
@@ -36,6 +59,7 @@ class PageTable:
     lengths   int32 [batch]      tokens of each sequence, at most 16 a page
     max_pages                    no sequence has more pages: the size of grids, so that a captured graph can be kept
     base      any 64-byte aligned tensor of the page's element type, bytes for fp8 and codes, on the device
+    copies    exact ones, beside fp8 and packed pages
     """
 
     layout: PageLayout
@@ -44,9 +68,12 @@ class PageTable:
     lengths: Tensor
     max_pages: int
     base: Tensor
+    copies: Copies | None = None
 
     def __post_init__(self) -> None:
         check_layout(self.layout, self.base)
+        if self.copies is not None and (self.layout.format in PAGE_DTYPES or len(self.copies.pages) != len(self.pages)):
+            raise ValueError("copies are for each of the pages, which are packed")
         check_tensor("pages", self.pages, [torch.int64], [None], self.base)
         check_tensor("lengths", self.lengths, [torch.int32], [None], self.base)
         check_tensor("offsets", self.offsets, [torch.int32], [self.batch + 1], self.base)
@@ -106,6 +133,13 @@ def value_dtype(layout: PageLayout, activations: torch.dtype) -> torch.dtype:
     return PAGE_DTYPES.get(layout.format, activations)
 
 
+def copy_layout(layout: PageLayout, activations: torch.dtype) -> PageLayout | None:
+    """That of exact copies of pages: they hold what is computed. None for pages that are exact themselves."""
+    if layout.format in PAGE_DTYPES:
+        return None
+    return replace(layout, format=next(name for name, dtype in PAGE_DTYPES.items() if dtype == activations))
+
+
 def base_of(layout: PageLayout, device: torch.device) -> Tensor:
     """A tensor that stands for memory in general, see above."""
     dtype = PAGE_DTYPES.get(layout.format, torch.uint8)
@@ -127,6 +161,17 @@ def places(layout: PageLayout, layer: int) -> dict[str, int]:
         "layer_offset": layer * layout.layer_bytes // unit, "value_offset": layout.plane_bytes // unit,
         "key_stride": layout.keys.stop // unit, "value_stride": layout.values.stop // unit, "ELEMENT_BYTES": unit,
         "GROUP": layout.group, "KEY_BITS": key_bits, "VALUE_BITS": value_bits,
+    }  # fmt: skip
+
+
+def copy_places(copies: Copies | None, layer: int) -> dict[str, Any]:
+    """What kernels are told of exact copies: see `load_either`."""
+    if copies is None:
+        return {"copies": None, "copy_base": None, "copy_layer": 0, "copy_values": 0, "COPY_BYTES": 0}
+    at = places(copies.layout, layer)
+    return {
+        "copies": copies.pages, "copy_base": copies.base, "copy_layer": at["layer_offset"],
+        "copy_values": at["value_offset"], "COPY_BYTES": at["ELEMENT_BYTES"],
     }  # fmt: skip
 
 
@@ -217,4 +262,35 @@ def load_tile(
         key_mask, value_mask = in_dim[:, None] & present[None, :], present[:, None] & in_dim[None, :]
         keys = load_keys(key_plane + record[None, :], token % 16, key_mask, d, HEAD_DIM, GROUP, KEY_BITS)
         values = load_values(value_plane + record[:, None], token % 16, value_mask, d, HEAD_DIM, GROUP, VALUE_BITS)
+    return keys, values
+
+
+@triton.jit
+def load_either(
+    x, pages, copies, first, base, copy_base, key_plane, value_plane, kv_head, copy_layer, copy_values, start, token,
+    present, d, HEAD_DIM: tl.constexpr, ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, COPY_BYTES: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` in the type of `x`, of exact copies where the page of the first token, `start`, has one. `first`: the
+    sequence's first page among all; COPY_BYTES: of an element of the copies, 0 where there are none."""
+    if COPY_BYTES == 0:
+        keys, values = load_tile(
+            pages + first, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP, KEY_BITS,
+            VALUE_BITS,
+        )  # fmt: skip
+        keys, values = keys.to(x.dtype), values.to(x.dtype)
+    else:
+        if tl.load(copies + first + start // 16) != 0:
+            copy_keys = copy_base + copy_layer + kv_head.to(tl.int64) * (HEAD_DIM * 16)
+            keys, values = load_tile(
+                copies + first, copy_base, copy_keys, copy_keys + copy_values, token, present, d, HEAD_DIM, COPY_BYTES,
+                1, 0, 0,
+            )  # fmt: skip
+            keys, values = keys.to(x.dtype), values.to(x.dtype)
+        else:
+            keys, values = load_tile(
+                pages + first, base, key_plane, value_plane, token, present, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
+                KEY_BITS, VALUE_BITS,
+            )  # fmt: skip
+            keys, values = keys.to(x.dtype), values.to(x.dtype)
     return keys, values

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tierd.kernels.gpu.launch import FLOAT_DTYPES, Call, Launch, Plan, check_contiguous, check_tensor, next_power_of_2
-from tierd.kernels.gpu.quant import reading
+from tierd.kernels.gpu.pages import check_layout, load_tile, places
 from tierd.kernels.layout import PageLayout
 
 NO_PAGE = -1
@@ -34,45 +34,67 @@ class Selected(NamedTuple):
 
 
 @triton.jit
-def _bounds_kernel(keys, lengths, low, high, kv_heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    page, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+def _bounds_kernel(
+    addresses, lengths, base, low, high, kv_heads, layer_offset, value_offset, key_stride, value_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ELEMENT_BYTES: tl.constexpr, GROUP: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+):  # fmt: skip
+    page, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, d = tl.arange(0, 16), tl.arange(0, BLOCK_D)
-    held = token < tl.load(lengths + page)
-    in_dim = d < HEAD_DIM
-    row = ((page * 16 + token) * kv_heads + kv_head) * HEAD_DIM
-    k = tl.load(keys + row[:, None] + d[None, :], mask=held[:, None] & in_dim[None, :], other=0.0)
+    held = token < (tl.load(lengths + page) if HAS_LENGTHS else 16)
+    key_plane = base + layer_offset + kv_head * key_stride
+    value_plane = base + layer_offset + value_offset + kv_head * value_stride
+    k, _ = load_tile(  # values that nobody uses are not loaded
+        addresses + page, base, key_plane, value_plane, token, token >= 0, d, HEAD_DIM, ELEMENT_BYTES, GROUP,
+        KEY_BITS, VALUE_BITS,
+    )  # fmt: skip
+    k = k.to(tl.float32)
     target = (page * kv_heads + kv_head) * HEAD_DIM + d
-    tl.store(low + target, tl.min(tl.where(held[:, None], k, float("inf")), 0), mask=in_dim)
-    tl.store(high + target, tl.max(tl.where(held[:, None], k, -float("inf")), 0), mask=in_dim)
+    tl.store(low + target, tl.min(tl.where(held[None, :], k, float("inf")), 1), mask=d < HEAD_DIM)
+    tl.store(high + target, tl.max(tl.where(held[None, :], k, -float("inf")), 1), mask=d < HEAD_DIM)
 
 
 def plan_bounds(
-    addresses: Tensor, base: Tensor, layout: PageLayout, layer: int, lengths: Tensor
-) -> Plan[tuple[Tensor, Tensor]]:
+    addresses: Tensor, base: Tensor, layout: PageLayout, layer: int, lengths: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Plan[tuple[Tensor, Tensor]]:  # fmt: skip
     """`bounds` without running it."""
-    check_tensor("lengths", lengths, [torch.int32], [len(addresses)], base)
-    check_contiguous("lengths", lengths)
-    read = reading(addresses, base, layout, layer)
+    check_layout(layout, base)
+    check_tensor("addresses", addresses, [torch.int64], [None], base)
+    check_contiguous("addresses", addresses)
+    if lengths is not None:
+        check_tensor("lengths", lengths, [torch.int32], [len(addresses)], base)
+        check_contiguous("lengths", lengths)
+    if not 0 <= layer < layout.num_layers:
+        raise ValueError(f"layer {layer} of {layout.num_layers}")
     shape = (len(addresses), layout.kv_heads, layout.head_dim)
-    low, high = (torch.empty(shape, dtype=torch.float32, device=base.device) for _ in range(2))
+    if out is None:
+        out = torch.empty(shape, device=base.device), torch.empty(shape, device=base.device)
+    for name, tensor in zip(("low", "high"), out, strict=True):
+        check_tensor(name, tensor, [torch.float32], shape, base)
+        check_contiguous(name, tensor)
     args = {
-        "keys": read.result[0], "lengths": lengths, "low": low, "high": high, "kv_heads": layout.kv_heads,
-        "HEAD_DIM": layout.head_dim, "BLOCK_D": next_power_of_2(layout.head_dim),
+        "addresses": addresses, "lengths": lengths, "base": base, "low": out[0], "high": out[1],
+        "kv_heads": layout.kv_heads, **places(layout, layer), "HEAD_DIM": layout.head_dim,
+        "BLOCK_D": next_power_of_2(layout.head_dim), "HAS_LENGTHS": lengths is not None,
     }  # fmt: skip
-    launch = Launch(_bounds_kernel, (len(addresses), layout.kv_heads), args)
-    return Plan((low, high), (*read.buffers, low, high), (*read.launches, launch))
+    return Plan(out, out, (Launch(_bounds_kernel, (len(addresses), layout.kv_heads), args),))
 
 
 def bounds(
-    addresses: Tensor, base: Tensor, layout: PageLayout, layer: int, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
+    addresses: Tensor, base: Tensor, layout: PageLayout, layer: int, lengths: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Least and largest keys of pages in one layer, fp32 [pages, kv_heads, head_dim] both. Twin: `reference.bounds`.
 
-    addresses  int64 [pages], of any format; lengths int32 [pages]: tokens that each page holds, 1 to 16
+    addresses  int64 [pages], of any format, checked by whoever made them; those of packed pages have the bounds of
+               their keys as they are stored, turned: a query is to be turned as well (`pages.turning`)
+    lengths    int32 [pages]: tokens that each page holds, 1 to 16; None: all of them 16
+    out        where they are put; None: somewhere new
 
     Raises ValueError for wrong shapes, types, devices or a layer that is not there.
     """
-    return plan_bounds(addresses, base, layout, layer, lengths).run()
+    return plan_bounds(addresses, base, layout, layer, lengths, out).run()
 
 
 @triton.jit
@@ -124,8 +146,10 @@ def plan_select(
     def choose() -> None:
         # A sequence without pages has no finite score: its softmax is NaN, and counts as nothing.
         torch.mean(scores.softmax(2).nan_to_num_(0.0), 1, out=worth)
-        best, at = worth.topk(k, 1)
-        last = torch.where(best > 0.0, at, max_pages).sort(1).values
+        there = torch.arange(max_pages, device=worth.device) < offsets.diff()[:, None]
+        # Stable: of pages that are worth the same the first ones, as on the CPU, and the same ones each time.
+        best = torch.where(there, worth, -1.0).sort(dim=1, descending=True, stable=True).indices[:, :k]
+        last = torch.where(there.gather(1, best), best, max_pages).sort(1).values
         chosen.copy_(torch.where(last < max_pages, last, NO_PAGE))
 
     launch = Launch(_score_kernel, (-(-max_pages // 32), batch, heads), args)
@@ -137,7 +161,7 @@ def select(
 ) -> Selected:
     """The `k` pages of each sequence that its query may weigh most. Twin: `reference.select`.
 
-    queries    float [batch, heads, head_dim], any strides, not turned and not scaled
+    queries    float [batch, heads, head_dim], any strides, turned as the keys are, not scaled
     low, high  fp32 [all pages, kv_heads, head_dim], see `bounds`, sequence after sequence
     offsets    int32 [batch + 1]: where each sequence's pages begin; no sequence has more than `max_pages`
 

@@ -48,6 +48,15 @@ def accumulate(scores, values, largest, total, sums):
 
 
 @triton.jit
+def add_up(scores, largest, total):
+    """The state without sums: of weights alone."""
+    before = largest
+    largest = tl.maximum(before, tl.max(scores, 1))
+    shift = finite_or_zero(largest)
+    return largest, total * tl.exp2(before - shift) + tl.sum(tl.exp2(scores - shift[:, None]), 1)
+
+
+@triton.jit
 def finished(largest, total, sums):
     """(out, lse): zeros and minus infinity where nothing was seen."""
     divisor = tl.where(total == 0.0, 1.0, total)

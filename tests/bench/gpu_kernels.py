@@ -116,15 +116,22 @@ def attention(case: Case) -> Iterator[tuple[str, float]]:
         )
         errors = ratio(ours.out, out, 5 * eps), ratio(ours.lse, lse, 1e-4), ratio(ours.mass, mass, 1e-4)
         yield f"decode{name}", max(errors)
+    own = torch.full((len(scale.lengths),), 20, dtype=torch.int32, device=case.device)
+    ours = poisoned(plan_decode(queries, table, LAYER, windows=own))
+    out, lse, _ = reference.decode(queries, [memory], layout, LAYER, pages, scale.lengths, scale=factor, window=20)
+    yield "decode windows of rows", max(ratio(ours.out, out, 5 * eps), ratio(ours.lse, lse, 1e-4))
     counts = [3, 20][: len(scale.lengths)] + [1] * (len(scale.lengths) - 2)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).to(torch.int32)
     rows = case.draw(sum(counts), heads, scale.head_dim)
     keys, values = (case.draw(sum(counts), scale.kv_heads, scale.head_dim) for _ in range(2))
-    chunk = poisoned(plan_extend(rows, keys, values, offsets.to(case.device), max(counts), table, LAYER))
-    out, lse = reference.extend(
-        rows, keys, values, offsets.tolist(), [memory], layout, LAYER, pages, scale.lengths, factor
-    )
-    yield "extend", max(ratio(chunk.out, out, 5 * eps), ratio(chunk.lse, lse, 1e-4))
+    for name, window in (("extend", 0), ("extend windows of rows", 20)):
+        own = torch.full((sum(counts),), window, dtype=torch.int32, device=case.device)
+        options = {"windows": own} if window else {}
+        chunk = poisoned(plan_extend(rows, keys, values, offsets.to(case.device), max(counts), table, LAYER, **options))
+        out, lse = reference.extend(
+            rows, keys, values, offsets.tolist(), [memory], layout, LAYER, pages, scale.lengths, factor, window=window
+        )
+        yield name, max(ratio(chunk.out, out, 5 * eps), ratio(chunk.lse, lse, 1e-4))
     parts, lses = case.draw(3, 5, heads, scale.head_dim), case.draw(3, 5, heads, dtype=torch.float32)
     merged = poisoned(plan_merge(parts, lses))
     out, lse = reference.merge(parts, lses)

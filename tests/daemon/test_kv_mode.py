@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierd.daemon.errors import BadRequest
-from tierd.daemon.kv_mode import BASE_TOKENS, MAX_TOKENS, KvMode, parse
+from tierd.daemon.kv_mode import BASE_TOKENS, MAX_TOKENS, Kind, KvMode, parse
 from tierd.kernels import rows
 
 
@@ -32,6 +32,7 @@ def test_the_whole_context(text: str) -> None:
 )
 def test_a_mode(text: str, mode: KvMode) -> None:
     assert parse(text) == mode == parse(str(mode))
+    assert mode.kind in text and (mode.kind is not Kind.WINDOW or not mode.sinks)
 
 
 @pytest.mark.parametrize(

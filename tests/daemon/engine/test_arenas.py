@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from tierd.daemon.engine import arenas
-from tierd.daemon.engine.backend import Backend
+from tierd.daemon.engine.backend import Backend, CpuBackend
 from tierd.daemon.engine.scheduler import Limits
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.workspace import engine_bytes, exact_bytes
 from tierd.kernels.layout import PageLayout
@@ -28,13 +29,16 @@ def config(**more: Any) -> EngineConfig:
     return EngineConfig("m", "c", **sizes, threads=1, kv_format="k8v4", context=0, **more)
 
 
-def backend(on_card: bool) -> Backend:
-    return cast(Backend, SimpleNamespace(on_card=on_card))
+def backend(*modes: Kind) -> Backend:
+    """The CPU's, with other modes."""
+    cpu = CpuBackend(1)
+    same = {name: getattr(cpu, name) for name in ("ring", "copy", "copy_format", "device_block")}
+    return cast(Backend, SimpleNamespace(modes=modes, **same))
 
 
 def test_copies_take_what_the_plan_says() -> None:
     given = config(kv_exact_first=32, kv_exact_last=64, max_streams=3, max_batch_rows=50)
-    found = arenas.ladders(given, LAYOUT, Limits(50, 3, 16), backend(on_card=False))
+    found = arenas.ladders(given, LAYOUT, Limits(50, 3, 16), backend(Kind.LADDER))
     assert found is not None
     planned = exact_bytes(SPEC, "k8v4", (32, 64), 50, 3)
     copies, nowhere = found.ladders.pages.statistics().total_bytes, found.nowhere
@@ -49,10 +53,10 @@ def test_copies_take_what_the_plan_says() -> None:
 
 
 def test_there_are_none_unless_asked_for() -> None:
-    assert arenas.ladders(config(), LAYOUT, Limits(50, 3, 16), backend(on_card=True)) is None
+    assert arenas.ladders(config(), LAYOUT, Limits(50, 3, 16), backend()) is None
 
 
 def test_a_card_refuses_them_by_name() -> None:
     with pytest.raises(BadConfig, match="not there on the card yet") as refused:
-        arenas.ladders(config(kv_exact_last=64), LAYOUT, Limits(50, 3, 16), backend(on_card=True))
+        arenas.ladders(config(kv_exact_last=64), LAYOUT, Limits(50, 3, 16), backend(*set(Kind) - {Kind.LADDER}))
     assert refused.value.param == "kv_exact_last" and refused.value.hint

@@ -15,6 +15,7 @@ from tests.daemon.engine.fakes import PAGE, expected
 from tests.daemon.engine.rig import Rig
 from tierd.daemon.engine.step_plain import generate
 from tierd.daemon.errors import BadRequest, ContextLengthExceeded, Unsupported
+from tierd.daemon.kv_mode import Kind
 from tierd.daemon.protocol import Sampling, Submit
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 30, 31]
@@ -200,12 +201,20 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], message: str) -> None:
     assert refused.value.param == "kv_mode" and refused.value.hint
 
 
-def test_a_card_refuses_it_by_name() -> None:
+OF_EACH_KIND = {
+    Kind.WINDOW: "window=32", Kind.SINKS: "sinks=4,window=32", Kind.SELECT: "select=4", Kind.H2O: "h2o=64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "mode"), OF_EACH_KIND.items())
+def test_a_card_refuses_by_name_what_it_does_not_have(kind: Kind, mode: str) -> None:
     rig = Rig()
-    object.__setattr__(rig.intake.facts, "bounded", False)
-    with pytest.raises(Unsupported, match="not there on the card yet"):
-        rig.submit(1, PROMPT, 5, kv_mode="window=32")
+    object.__setattr__(rig.intake.facts, "modes", frozenset(set(Kind) - {kind}))
+    with pytest.raises(Unsupported, match=f"kv_mode {mode} is not there on the card yet"):
+        rig.submit(1, PROMPT, 5, kv_mode=mode)
     rig.submit(2, PROMPT, 5, kv_mode="exact")
+    object.__setattr__(rig.intake.facts, "modes", frozenset({kind}))
+    rig.submit(3, PROMPT, 5, kv_mode=mode)
 
 
 def test_a_window_that_no_device_holds_is_told() -> None:

@@ -13,6 +13,7 @@ from tierd.daemon.engine.memory_check import check_device, check_memory
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig
 from tierd.daemon.models.placement_card import place_on_card
+from tierd.daemon.plan.workspace import exact_bytes
 
 MIB = 1 << 20
 MANIFEST = card_model(tied=True)
@@ -30,7 +31,7 @@ def config(**sizes: Any) -> EngineConfig:
 
 
 def card(free_bytes: int) -> Any:
-    return SimpleNamespace(on_card=True, device_memory=(free_bytes, free_bytes), name="a card")
+    return SimpleNamespace(on_card=True, device_memory=(free_bytes, free_bytes), name="a card", copy_format="bf16")
 
 
 def test_pages_and_weights_have_to_fit_the_card() -> None:
@@ -41,6 +42,16 @@ def test_pages_and_weights_have_to_fit_the_card() -> None:
     with pytest.raises(BadConfig) as caught:
         check_device(config(), MANIFEST, card(WHOLE - 1), [])
     assert caught.value.hint is not None and "--weights-mem" in caught.value.hint
+
+
+def test_exact_copies_take_their_part_of_the_card_and_none_of_ram() -> None:
+    ladder = config(kv_format="k8v4", kv_exact_first=32, kv_exact_last=32, max_streams=1, max_batch_rows=16)
+    copies = exact_bytes(MANIFEST.spec, (32, 32), 16, 1, "bf16")
+    assert copies == exact_bytes(MANIFEST.spec, (32, 32), 16, 1) // 2 > 0
+    check_device(ladder, MANIFEST, card(64 * MIB + WHOLE + copies), [])
+    with pytest.raises(BadConfig, match="of exact tokens and"):
+        check_device(ladder, MANIFEST, card(64 * MIB + WHOLE + copies - 1), [])
+    check_memory(ladder, MANIFEST, 1)
 
 
 def test_a_card_that_can_not_be_used_after_all_is_told() -> None:

@@ -12,6 +12,7 @@ from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.plan.auto import choose_sizes
 from tierd.daemon.plan.auto_card import usable_bytes, workspace_bytes
 from tierd.daemon.plan.known import known_shape
+from tierd.daemon.plan.workspace import exact_bytes
 from tierd.kernels.layout import PageLayout
 
 GB = 10**9
@@ -70,3 +71,13 @@ def test_without_the_card_the_computer_is_planned_for() -> None:
     found = choose_sizes(settings, MACHINE._replace(card=CARD), spec, 5 * GB, 2048, 2)
     assert found.sizes.host_weights_bytes is None and found.card_usable_bytes == 0
     assert workspace_bytes(spec, 2048, 512, 16) < GB
+
+
+def test_exact_copies_count_as_workspace() -> None:
+    plain, more = (choose("llama-3-8b", 5 * GB, kv_format="k4v4", kv_exact_last=last) for last in (0, 128))
+    copies = more.card_workspace_bytes - plain.card_workspace_bytes
+    spec = known_shape("llama-3-8b").spec
+    assert spec is not None
+    asked = dataclasses.replace(SETTINGS, kv_exact_last=128)
+    assert copies == exact_bytes(spec, (0, 128), asked.max_batch, asked.max_streams, "bf16") > 0
+    assert plain.sizes.device_bytes - more.sizes.device_bytes == copies

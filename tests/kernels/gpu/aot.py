@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # Triton reads these when it is imported or compiles: no interpreter, a fresh cache (a cached kernel has no ptxas log).
@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tierd.kernels import card_bytes
-from tierd.kernels.gpu.decode import plan_decode
+from tierd.kernels.gpu.decode import plan_decode, plan_masses
 from tierd.kernels.gpu.embed import plan_embed
 from tierd.kernels.gpu.expand import plan_expand
 from tierd.kernels.gpu.extend import plan_extend
@@ -40,7 +40,7 @@ from tierd.kernels.gpu.launch import Launch, Plan
 from tierd.kernels.gpu.matmul import plan_matmul
 from tierd.kernels.gpu.merge import plan_merge
 from tierd.kernels.gpu.packing import GpuMatrix
-from tierd.kernels.gpu.pages import PAGE_DTYPES, PageTable
+from tierd.kernels.gpu.pages import PAGE_DTYPES, Copies, PageTable
 from tierd.kernels.gpu.quant import reading
 from tierd.kernels.gpu.sample import plan_sample
 from tierd.kernels.gpu.selection import plan_bounds, plan_select
@@ -102,13 +102,26 @@ def table(model: Model, batch: int, pages: int, format: str = "bf16") -> PageTab
     )  # fmt: skip
 
 
+def with_copies(pages: PageTable) -> PageTable:
+    """Some of the pages have exact copies beside them."""
+    layout = replace(pages.layout, format="bf16")
+    return replace(pages, copies=Copies(layout, meta(len(pages.pages), dtype=torch.int64), meta(64)))
+
+
 def attention_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     qkv = meta(8, model.heads + 2 * model.kv_heads, model.head_dim)
     queries = qkv[:, : model.heads]
-    for name, options in (("decode", {}), ("decode mass window", {"want_mass": True, "window": 4096})):
-        yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, **options)
+    windows = meta(8, dtype=torch.int32)  # as a decoder gives them, whether rows have bounds or not
+    yield "masses", plan_masses(queries, table(model, 8, 512), model.layers - 1)
     for format in PACKED:
-        yield f"decode {format}", plan_decode(queries, table(model, 8, 512, format), model.layers - 1)
+        yield f"masses {format}", plan_masses(queries, table(model, 8, 512, format), model.layers - 1)
+    for name, options in (("decode", {}), ("decode mass window", {"want_mass": True, "window": 4096})):
+        yield name, plan_decode(queries, table(model, 8, 512), model.layers - 1, windows=windows, **options)
+    for format in PACKED:
+        yield f"decode {format}", plan_decode(queries, table(model, 8, 512, format), model.layers - 1, windows=windows)
+    for format in ("fp8", "k8v8", "k4v4"):
+        pages = with_copies(table(model, 8, 512, format))
+        yield f"decode {format} copies", plan_decode(queries, pages, model.layers - 1, windows=windows)
     outs, lses = meta(2, 8, model.heads, model.head_dim), meta(2, 8, model.heads, dtype=torch.float32)
     yield "merge", plan_merge(outs, lses)
 
@@ -121,6 +134,8 @@ def cache_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     for name, window in (("extend", 0), ("extend window", 4096)):
         pages = table(model, 2, 512)
         yield name, plan_extend(queries, keys, values, offsets, 2048, pages, 1, window=window)
+    windows = meta(4096, dtype=torch.int32)
+    yield "extend bounds", plan_extend(queries, keys, values, offsets, 2048, pages, 1, windows=windows)
     spans = Spans(pages.layout, meta(256, dtype=torch.int64), meta(256, 3, dtype=torch.int32), pages.base)
     yield "write", plan_write(keys, values, spans, 1)
     for format in PACKED:
@@ -128,6 +143,9 @@ def cache_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
         yield f"extend {format}", plan_extend(queries, keys, values, offsets, 2048, pages, 1)
         spans = Spans(pages.layout, meta(256, dtype=torch.int64), meta(256, 3, dtype=torch.int32), pages.base)
         yield f"write {format}", plan_write(keys, values, spans, 1)
+    for format in ("k8v8", "k4v4"):
+        pages = with_copies(table(model, 2, 512, format))
+        yield f"extend {format} copies", plan_extend(queries, keys, values, offsets, 2048, pages, 1)
 
 
 def matrix(format: WeightFormat, rows: int, cols: int) -> GpuMatrix:
@@ -179,12 +197,13 @@ def other_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
 
 def select_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
     """Pages read for repacking, their bounds, and the choice among 512 of each of 8 sequences."""
-    addresses, lengths = meta(64, dtype=torch.int64), meta(64, dtype=torch.int32)
+    addresses = meta(64, dtype=torch.int64)
     for format in ("bf16", "k8v8"):
         pages = table(model, 8, 512, format)
         yield f"read {format}", reading(addresses, pages.base, pages.layout, 1)
-    pages = table(model, 8, 512)
-    yield "bounds", plan_bounds(addresses, pages.base, pages.layout, 1, lengths)
+    for format in ("bf16", "k4v4"):
+        pages = table(model, 8, 512, format)
+        yield f"bounds {format}", plan_bounds(addresses, pages.base, pages.layout, 1)
     low = meta(4096, model.kv_heads, model.head_dim, dtype=torch.float32)
     queries = meta(8, model.heads, model.head_dim)
     yield "select", plan_select(queries, low, low, meta(9, dtype=torch.int32), 512, 64)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
-from tests.daemon.engine.vocabularies import byte_level
+from tests.kernels.gpu.cards import Memory
 from tests.kernels.gpu.cases import aligned
 from tests.tiers.fake_gpu import FakeGpu
 from tierd.daemon.engine.batch import Batch
@@ -21,69 +18,11 @@ from tierd.daemon.engine.model.card_memory import Card
 from tierd.daemon.engine.model.weights_card import CardWeights
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.models.catalog import load_manifest
-from tierd.daemon.models.importer import import_model
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import place_on_card
 from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.layout import PageLayout
 from tierd.tiers.mover import Disturbance, Mover
-
-LAYERS, WIDTH, VOCAB = 4, 32, 320
-
-
-class Memory:
-    """What weights take of the card. `left`: allocations until it is full; None: it never is."""
-
-    def __init__(self) -> None:
-        self.left: int | None = None
-        self.live: dict[int, int] = {}  # bytes
-        self._number = 0
-
-    def __call__(self, size_bytes: int) -> torch.Tensor:
-        if self.left is not None:
-            if not self.left:
-                raise torch.cuda.OutOfMemoryError("out of memory")
-            self.left -= 1
-        block = np.full(size_bytes, 0xAA, np.uint8)
-        self._number += 1
-        self.live[self._number] = size_bytes
-        weakref.finalize(block, self.live.pop, self._number)
-        return torch.from_numpy(block)
-
-
-def prepared(directory: Path, format: str) -> Path:
-    source, models = directory / "source", directory / "models"
-    source.mkdir()
-    models.mkdir()
-    write_llama(source)
-    import_model(source, models, "tiny", format, lambda _stage, _done, _total: None)
-    return models / "tiny"
-
-
-def write_llama(directory: Path) -> None:
-    """A random model as transformers would save it, which is slow to import."""
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": WIDTH,
-        "intermediate_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "head_dim": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-        "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "silu",
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-    byte_level()._tokenizer.save(str(directory / "tokenizer.json"))
-    rng = np.random.default_rng(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,)
-    }  # fmt: skip
-    for layer in range(LAYERS):
-        for name, rows in (("q", 32), ("k", 16), ("v", 16), ("o", WIDTH)):
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, WIDTH)
-            shapes[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = (rows,)
-        for name in ("gate", "up", "down"):
-            shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (WIDTH, WIDTH)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{name}.weight"] = (WIDTH,)
-    tensors = {name: (rng.standard_normal(shape) * 0.3).astype(np.float32) for name, shape in shapes.items()}
-    save_file(tensors, directory / "model.safetensors")
 
 
 class Bench:

@@ -18,7 +18,7 @@ import torch
 torch.set_num_threads(1)
 
 # Gluon too: the interpreter loads it at its first launch.
-KERNELS = ("decoder", "expand", "selection", "extend", "fused", "gather", "matmul", "sample", "shift", "write")
+KERNELS = ("decoder", "expand", "selection", "extend", "fused", "gather", "matmul", "quant", "sample", "shift", "write")
 MODULES = ("triton.experimental.gluon", *(f"tierd.kernels.gpu.{name}" for name in KERNELS))
 APART = "test_apart.py"
 

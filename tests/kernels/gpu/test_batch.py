@@ -79,6 +79,34 @@ def test_refuses(changes: dict[str, np.ndarray], message: str) -> None:
         arrange(**{**rows([(0, 2), (0, 1)]), **changes}, **LIMITS)
 
 
+def test_rows_with_bounds_count_from_their_pages_and_share_their_sinks() -> None:
+    """A chunk that begins to be bounded within, a decode row far beyond the tables, and one that sees all."""
+    bounds = ints([[40, 20, 2, 0], [32, 4, 1, 256], [0, 0, 0, 0]])
+    spans = [list(range(50, 70)), [300], [33]]
+    found = arrange(
+        tokens=ints([1] * 22), positions=ints([p for span in spans for p in span]), row_seq=ints([0] * 20 + [1, 2]),
+        page_offsets=ints([0, 7, 11, 14]), logit_rows=ints([21]), **LIMITS, bounds=bounds, has_far=True,
+    )  # fmt: skip
+    assert found.positions.tolist() == [300, 33, *range(50, 70)] and found.far.tolist() == [300]
+    assert found.angles.tolist() == [200, 33, *range(50, 70)]  # behind a table of 200 positions
+    assert found.decode_lengths.tolist() == [300 - 256 + 1, 34] and found.chunk_lengths.tolist() == [50]
+    assert found.decode_places.tolist() == [8, 9, 10, 11, 12, 13] and found.chunk_places.tolist() == [2, 3, 4, 5]
+    assert found.windows.tolist() == [32, 0] + [0] * 10 + [40] * 10
+    sinks = found.sinks
+    assert sinks.lengths.tolist() == [4, 0] + [0] * 10 + [20] * 10 and sinks.max_pages == 2
+    assert sinks.seen_from[[0, -1]].tolist() == [35, 59]
+    assert [sinks.places[sinks.offsets[row]] for row in (0, -1)] == [7, 0] and sinks.places.tolist() == [0, 1, 7]
+    assert found.span_places.tolist() == [10, 13, 5, 6]
+
+
+def test_nobody_sees_sinks_before_something_has_left() -> None:
+    given_rows = rows([(30, 5)], spare=1)
+    found = arrange(**given_rows, **LIMITS, bounds=ints([[32, 4, 1, 0]]))
+    assert not len(found.sinks.places) and not found.windows.any() and not len(found.far)
+    with pytest.raises(ValueError, match="positions must lie in 0..199"):
+        arrange(**rows([(190, 20)], spare=1), **LIMITS, bounds=ints([[32, 4, 1, 0]]))
+
+
 def test_too_many_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="a pass takes 1 to 4 rows, got 5"):
         arrange(**rows([(0, 5)]), **{**LIMITS, "max_rows": 4})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from tests.kernels.gpu.cases import (
 )
 from tierd.kernels import reference
 from tierd.kernels.gpu import decode as kernel
+from tierd.kernels.gpu.launch import Plan
+from tierd.kernels.gpu.merge import Merged
 from tierd.kernels.layout import PageLayout
 
 LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65])
@@ -97,6 +100,54 @@ def test_several_splits_and_a_run_before_the_query() -> None:
     whole = run_poisoned(kernel.plan_decode(queries[:1], one_sequence(case, 0).table(), LAYER, scale=0.2))
     out, _, _ = reference.decode(queries[:1], case.memories, case.layout, LAYER, case.pages[:1], lengths[:1], scale=0.2)
     assert_close(whole.out, out, 10 * error)
+
+
+def test_each_row_may_have_a_window_of_its_own_beside_that_of_all() -> None:
+    generator = torch.Generator().manual_seed(3)
+    case = paged(PageLayout(LAYERS, 1, 64, "bf16"), [70, 70, 70, 20], generator)
+    queries = draw((4, 2, 64), case.dtype, generator)
+    windows = torch.tensor([0, 33, 50, 5], dtype=torch.int32)
+    for window, seen in ((0, [0, 33, 50, 5]), (40, [40, 33, 40, 5])):
+        plan = kernel.plan_decode(queries, case.table(), LAYER, window=window, windows=windows, want_mass=True)
+        ours = run_poisoned(plan)
+        masses = []
+        for row, width in enumerate(seen):
+            alone = one_sequence(case, row)
+            right = run_poisoned(
+                kernel.plan_decode(queries[row : row + 1], alone.table(), LAYER, window=width, want_mass=True)
+            )
+            assert torch.equal(ours.out[row], right.out[0]) and torch.equal(ours.lse[row], right.lse[0])
+            masses.append(right.mass)
+        assert torch.equal(ours.mass, torch.cat(masses))
+
+
+@pytest.mark.parametrize(("format", "group"), [("fp32", 3), ("bf16", 16), ("fp16", 1)])
+def test_masses_alone_are_those_beside_the_attention(format: str, group: int) -> None:
+    """Of several splits, and of rows that see nothing."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [0, 33, kernel.SPLIT_TOKENS + 20]
+    case = paged(PageLayout(LAYERS, 2, 64, format), lengths, generator, spare_pages=1)
+    queries = draw((3, 2 * group, 64), case.dtype, generator)
+    found = run_poisoned(kernel.plan_masses(queries, case.table(), LAYER))
+    _, _, mass = reference.decode(queries, case.memories, case.layout, LAYER, case.pages, lengths, scale=0.125)
+    assert_close(found, mass, score_error(case, queries, 0.125))
+
+
+def test_rows_may_share_pages_and_parts_be_merged_later() -> None:
+    generator = torch.Generator().manual_seed(4)
+    case = paged(PageLayout(LAYERS, 1, 64, "fp32"), [40], generator)
+    queries = draw((3, 2, 64), case.dtype, generator)
+    table = replace(
+        case.table(), offsets=torch.zeros(4, dtype=torch.int32), lengths=torch.tensor([40, 0, 19], dtype=torch.int32)
+    )
+    parts = Merged(torch.full((1, 3, 2, 64), math.nan), torch.full((1, 3, 2), math.nan))
+    Plan(None, (), kernel.split_launches(queries, table, LAYER, parts, scale=0.2)).run()
+    out, lse, _ = reference.decode(
+        queries, case.memories, case.layout, LAYER, case.pages * 3, [40, 0, 19], scale=0.2
+    )
+    error = score_error(case, queries, 0.2)
+    assert_close(parts.lse[0], lse, error)
+    assert_close(parts.out[0, [0, 2]], out[[0, 2]], 10 * error)
 
 
 def test_a_sequence_has_the_same_bits_in_any_company() -> None:

@@ -99,6 +99,32 @@ def test_several_tiles_of_rows() -> None:
     assert_close(ours.lse, lse, 1e-5)
 
 
+def test_each_row_may_have_a_window_of_its_own_beside_that_of_all() -> None:
+    """Among them one that is 0 behind one that is not, as where a sequence begins to be bounded, and the reverse."""
+    generator = torch.Generator().manual_seed(1)
+    case = paged(PageLayout(LAYERS, 1, 64, "fp32"), [50, 3], generator)
+    queries = draw((43, 4, 64), case.dtype, generator)
+    keys, values = (draw((43, 1, 64), case.dtype, generator) for _ in range(2))
+    offsets = torch.tensor([0, 40, 43], dtype=torch.int32)
+    own = [0] * 9 + [20] * 29 + [0, 7] + [3, 1, 0]
+    for window in (0, 18):
+        ours = run_poisoned(
+            kernel.plan_extend(
+                queries, keys, values, offsets, 40, case.table(), LAYER, window=window,
+                windows=torch.tensor(own, dtype=torch.int32),
+            )  # fmt: skip
+        )
+        for width in set(own):
+            both = min(width or window, window or width)
+            out, lse = reference.extend(
+                queries, keys, values, [0, 40, 43], case.memories, case.layout, LAYER, case.pages, [50, 3], 0.125,
+                window=both,
+            )  # fmt: skip
+            rows = [row for row, mine in enumerate(own) if mine == width]
+            assert_close(ours.out[rows], out[rows], 1e-5)
+            assert_close(ours.lse[rows], lse[rows], 1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -67,6 +67,14 @@ def test_rotate(
         assert_close(mine, theirs, EPSILON[dtype] * largest)
 
 
+def test_keys_may_be_left_out() -> None:
+    qkv, angles = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(0)), torch.rand(9, 16)
+    positions = torch.tensor([0, 8, 3], dtype=torch.int32)
+    both = run_poisoned(plan_rotate(qkv, 2, 1, angles.cos(), angles.sin(), positions))
+    alone = run_poisoned(plan_rotate(qkv, 2, 0, angles.cos(), angles.sin(), positions))
+    assert torch.equal(alone.queries, both.queries) and alone.keys.shape == (3, 0, 32)
+
+
 @few_examples
 @given(
     rows=st.sampled_from([0, 1, 3]), width=st.sampled_from([1, 80, 1024, 1500]), dtype=DTYPES,

@@ -9,45 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.daemon.engine.live import Live
-from tests.kernels.gpu.card_bench import Bench, Memory, least_bytes, prepared
+from tests.kernels.gpu.card_bench import Bench, least_bytes
+from tests.kernels.gpu.cards import FakeCard, Memory, prepared
 from tests.tiers.fake_gpu import FakeGpu
 from tierd.daemon.engine import assemble, backend_cuda
-from tierd.daemon.engine.backend_cuda import CudaBackend
 from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine.tend import resize
 from tierd.daemon.errors import EngineFailed, OutOfSpace
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.placement_card import place_on_card
 from tierd.kernels.gpu.decoder import GpuDecoder
-from tierd.tiers.blocks import Block
-from tierd.tiers.cuda_memory import DeviceBlock, PinnedBlock
-from tierd.tiers.mover import Disturbance, Mover
 
 pytestmark = pytest.mark.usefixtures("no_files_left")
 
 ASKS = [{"tokens": [7, 9], "max_tokens": 3}]
 
 
-class FakeCard(CudaBackend):
-    """Kernels under the interpreter; copies are late, in any order, and poison what they fill."""
-
-    def __init__(self, gpu: FakeGpu, note: Callable[[str], None], memory: Memory | None = None) -> None:
-        super().__init__(gpu, note, device=torch.device("cpu"), capture=lambda _device: None, allocate=memory)
-
-    def mover(self, wake: Callable[[], None]) -> Mover:
-        before = Disturbance(1, 0.001, fill=self._copies.poison)
-        return Mover(3, wake=wake, copy=self._copies.copy, crossing=self._copies, before=before)
-
-    def device_block(self, size_bytes: int, max_bytes: int) -> Block:
-        self._blocks.append(DeviceBlock(self._gpu, size_bytes, size_bytes, chunk_bytes=1 << 16))
-        return self._blocks[-1]
-
-    def host_block(self, size_bytes: int, max_bytes: int, record_bytes: int) -> Block:
-        self._blocks.append(PinnedBlock(self._gpu, size_bytes, size_bytes, record_bytes))
-        return self._blocks[-1]
 
 
 def test_a_pass_has_the_bits_of_one_over_resident_weights(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.counts import counted
-from tests.kernels.gpu.card_bench import LAYERS, Bench, least_bytes, prepared
+from tests.kernels.gpu.card_bench import Bench, least_bytes
+from tests.kernels.gpu.cards import LAYERS, prepared
 from tierd.daemon.engine.model import card_records
 from tierd.daemon.engine.model.held import NotMoved
 from tierd.daemon.models.catalog import load_manifest

@@ -1,0 +1,68 @@
+"""Compiling what passes launch ahead of use: a step must not wait for the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from tierd.kernels.gpu.batch import Range
+from tierd.kernels.rows import Bound, Ints
+
+if TYPE_CHECKING:
+    from tierd.kernels.gpu.decoder import GpuDecoder
+    from tierd.kernels.gpu.layers import GpuLayer
+
+_BOUND = Bound(window=16, sinks=1, lead=1)
+_CHUNK = 16
+
+
+class _Pass(NamedTuple):
+    """Rows of sequences, all of whose pages are one."""
+
+    spans: list[tuple[int, int]]  # first position and rows of each
+    bounds: Ints | None = None
+    observed: Ints | None = None
+
+
+def warm_up(
+    decoder: GpuDecoder, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None]
+) -> None:
+    """Runs passes of one row and of a chunk, as they are and with what memory modes take: a window, sinks, a row that
+    is observed. All of them write to one page of their own."""
+    size = decoder.layout.page_tokens
+    record = torch.zeros(decoder.layout.record_bytes + 64, dtype=torch.uint8, device=decoder.device)
+    memory = Range(-(-record.data_ptr() // 64) * 64, decoder.layout.record_bytes)
+    passes = [_Pass([(0, 1)]), _Pass([(0, _CHUNK)])]
+    first = _BOUND.window + _BOUND.sinks
+    if decoder.has_far:
+        passes += [
+            _Pass([(first, 1), (0, 1)], np.array([_BOUND, Bound()], np.int32), np.array([1], np.int32)),
+            _Pass([(first, 2)], np.array([_BOUND], np.int32)),
+            _Pass([(first, 2)], np.array([Bound(_BOUND.window)], np.int32)),
+        ]
+    passes = [
+        each for each in passes
+        if sum(count for _, count in each.spans) <= decoder.max_rows
+        and max(at + count for at, count in each.spans) <= decoder.context
+    ]  # fmt: skip
+    for done, each in enumerate(passes):
+        progress(done, len(passes))
+        counts = [count for _, count in each.spans]
+        positions = np.concatenate([np.arange(at, at + count, dtype=np.int32) for at, count in each.spans])
+        held = [_BOUND.lead + (at + count - 1) // size + 1 for at, count in each.spans]
+        pages, ends = np.full(sum(held), memory.address), np.cumsum([0, *held], dtype=np.int32)
+        rows = (
+            np.zeros(len(positions), np.int32), positions, np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        )  # fmt: skip
+        last = np.array([len(positions) - 1], np.int32)
+        if not decoder.streams:
+            decoder.forward([memory], *rows, pages, ends, last, each.bounds, None, each.observed)
+            continue
+        decoder.start(*rows, ends, last, None, each.bounds, each.observed)
+        for index in range(decoder.layout.num_layers):
+            decoder.layer(index, [memory], pages, place(index))
+        decoder.finish()
+    progress(len(passes), len(passes))

@@ -159,6 +159,7 @@ class CudaBackend:
         max_rows: int,
         progress: Callable[[int, int], None],
         far: Angles | None = None,
+        copies: bool = False,
     ) -> GpuDecoder:
         if not isinstance(weights, CardWeights):
             raise ValueError("draft models are not computed on a card yet")
@@ -169,7 +170,7 @@ class CudaBackend:
             far=far,
         )  # fmt: skip
         weights.attach(decoder)
-        decoder.warm_up(progress, partial(weights.layer, deadline_s=float("inf")))
+        decoder.warm_up(progress, partial(weights.layer, deadline_s=float("inf")), copies)
         if weights.streams:
             self._note(f"{weights.describe()}; steps run without CUDA graphs")
         return decoder

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierd.kernels.gpu.batch import Observed
-from tierd.kernels.gpu.decode import num_splits, plan_decode, plan_masses, plan_splits
+from tierd.kernels.gpu.decode import num_splits, plan_decode, plan_masses, split_launches
 from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.inputs import Inputs
 from tierd.kernels.gpu.launch import Plan
@@ -61,7 +61,7 @@ def _decode(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, wind
         return plan_decode(queries, table, layer, window=window, windows=windows).run().out
     own = num_splits(table.max_pages)
     parts = _room(own + num_splits(sizes.max_sink_pages), queries)
-    launches = plan_splits(
+    launches = split_launches(
         queries, table, layer, Merged(parts.out[:own], parts.lse[:own]), window=window, windows=windows
     )
     Plan(None, (), launches).run()
@@ -90,7 +90,7 @@ def _with_sinks(
     """Fills the parts behind the `own` ones, and merges all. The layer's window counts from where a row stands in the
     text."""
     queries, table = sink_queries[rows], inputs.sink_table(layout, rows)
-    launches = plan_splits(
+    launches = split_launches(
         queries, table, layer, Merged(parts.out[own:], parts.lse[own:]), window=window,
         positions=inputs.positions[rows],
     )  # fmt: skip

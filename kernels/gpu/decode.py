@@ -155,7 +155,7 @@ def num_splits(max_pages: int) -> int:
     return -(-max_pages * PAGE_TOKENS // SPLIT_TOKENS)
 
 
-def plan_splits(
+def split_launches(
     queries: Tensor,
     table: PageTable,
     layer: int,
@@ -244,7 +244,7 @@ def plan_decode(
     page_lses = None
     if want_mass:
         page_lses = torch.empty((len(table.pages), heads), dtype=torch.float32, device=queries.device)
-    launches = plan_splits(
+    launches = split_launches(
         queries, table, layer, Merged(outs, lses), scale=scale, soft_cap=soft_cap, window=window, windows=windows,
         positions=positions, page_lses=page_lses,
     )  # fmt: skip
@@ -257,11 +257,11 @@ def plan_decode(
 
 
 def plan_masses(queries: Tensor, table: PageTable, layer: int) -> Plan[Tensor]:
-    """The `mass` of `decode`, without a window, and nothing else: no values are read. Twin: `reference.decode`."""
+    """`masses` without running it."""
     heads = check_queries(queries, table, layer, 0.0, 0)
     shapes = ((num_splits(table.max_pages), len(queries), heads), (len(table.pages), heads), (len(queries), heads))
     lses, page_lses, lse = (torch.empty(shape, dtype=torch.float32, device=queries.device) for shape in shapes)
-    launches = plan_splits(queries, table, layer, (None, lses), page_lses=page_lses)
+    launches = split_launches(queries, table, layer, (None, lses), page_lses=page_lses)
     together = Call(lambda: torch.logsumexp(lses, 0, out=lse))
     mass, launch = _plan_mass(table, page_lses, lse, _seen_by(table, 0, None, None))
     return Plan(mass, (lses, page_lses, lse, mass), (*launches, together, launch))
@@ -327,3 +327,11 @@ def decode(
         queries, table, layer, scale=scale, soft_cap=soft_cap, window=window, windows=windows, sinks=sinks,
         positions=positions, want_mass=want_mass,
     ).run()  # fmt: skip
+
+
+def masses(queries: Tensor, table: PageTable, layer: int) -> Tensor:
+    """The `mass` of `decode`, without a window, and nothing else: no values are read. Twin: `reference.decode`.
+
+    Raises ValueError for wrong shapes, types or devices.
+    """
+    return plan_masses(queries, table, layer).run()

@@ -141,7 +141,7 @@ def test_rows_may_share_pages_and_parts_be_merged_later() -> None:
         case.table(), offsets=torch.zeros(4, dtype=torch.int32), lengths=torch.tensor([40, 0, 19], dtype=torch.int32)
     )
     parts = Merged(torch.full((1, 3, 2, 64), math.nan), torch.full((1, 3, 2), math.nan))
-    Plan(None, (), kernel.plan_splits(queries, table, LAYER, parts, scale=0.2)).run()
+    Plan(None, (), kernel.split_launches(queries, table, LAYER, parts, scale=0.2)).run()
     out, lse, _ = reference.decode(
         queries, case.memories, case.layout, LAYER, case.pages * 3, [40, 0, 19], scale=0.2
     )

@@ -171,7 +171,7 @@ def _build(
     cos, sin = rope.tables(frequencies, position_tokens)
     device, host = arenas(slots, host_slots, layout, backend)
     exact = ladders(config, layout, limits, backend)
-    decoder = _decoder(backend, weights, layout, (cos, sin), frequencies, limits.max_rows, hooks)
+    decoder = _decoder(backend, weights, layout, (cos, sin), frequencies, limits.max_rows, hooks, exact is not None)
     resources.callback(decoder.close)
     host.retire(min(host.slots, backend.ready_host_bytes(host.block) // layout.record_bytes))
     vocabulary = Vocabulary.load(directory / TOKENIZER)
@@ -263,7 +263,7 @@ def _keep_rules(config: EngineConfig, pager: Pager, root: bytes) -> Prefixes:
 
 def _decoder(
     backend: Backend, weights: HeldWeights, layout: PageLayout, tables: tuple[Vector, Vector],
-    frequencies: rope.Frequencies, max_rows: int, hooks: Hooks,
+    frequencies: rope.Frequencies, max_rows: int, hooks: Hooks, copies: bool,
 ) -> OwnDecoder:  # fmt: skip
     """The decoder on what it computes on. Raises BadConfig for what that can't do, EngineFailed without its weights."""
 
@@ -271,7 +271,7 @@ def _decoder(
         hooks.progress("kernels", done, total)
 
     try:
-        return backend.decoder(weights, layout, *tables, max_rows, progress, partial(rope.angles, frequencies))
+        return backend.decoder(weights, layout, *tables, max_rows, progress, partial(rope.angles, frequencies), copies)
     except ValueError as exc:
         raise BadConfig(f"{backend.name} can't run this: {exc}") from exc
     except WeightsLost as exc:

@@ -106,10 +106,11 @@ class Backend(Protocol):
 
     def decoder(
         self, weights: HeldWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
-        far: Angles | None = None,
+        far: Angles | None = None, copies: bool = False,
     ) -> OwnDecoder:  # fmt: skip
         """Computes with these weights. `progress` counts stages while kernels are compiled; `far`: angles of positions
-        beyond the tables, for texts without an end. Raises ValueError for what it can't do.
+        beyond the tables, for texts without an end; `copies`: pages will have exact ones, compile for them as well.
+        Raises ValueError for what it can't do.
         """
         ...
 
@@ -179,7 +180,7 @@ class CpuBackend:
 
     def decoder(
         self, weights: HeldWeights, layout: PageLayout, cos: Floats, sin: Floats, max_rows: int, progress: Progress,
-        far: Angles | None = None,
+        far: Angles | None = None, copies: bool = False,
     ) -> OwnDecoder:  # fmt: skip
         assert isinstance(weights, ModelWeights)
         decoder = self._make_decoder(

@@ -160,6 +160,7 @@ class CudaBackend:
         max_rows: int,
         progress: Callable[[int, int], None],
         far: Angles | None = None,
+        copies: bool = False,
     ) -> GpuDecoder:
         if not isinstance(weights, CardWeights):
             raise ValueError("draft models are not computed on a card yet")
@@ -170,7 +171,7 @@ class CudaBackend:
             far=far,
         )  # fmt: skip
         weights.attach(decoder)
-        decoder.warm_up(progress, lambda index: weights.layer(index, time.monotonic() + WEIGHTS_TIMEOUT_S))
+        decoder.warm_up(progress, lambda index: weights.layer(index, time.monotonic() + WEIGHTS_TIMEOUT_S), copies)
         if weights.streams:
             self._note(f"{weights.describe()}; steps run without CUDA graphs")
         return decoder

@@ -253,11 +253,12 @@ class GpuDecoder:
             return masses_of(passed.masses, arranged.observed, self.shape.heads // self.shape.kv_heads)
 
     def warm_up(
-        self, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None] = lambda index: None
-    ) -> None:
+        self, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None] = lambda index: None,
+        copies: bool = False,
+    ) -> None:  # fmt: skip
         """Compiles what passes launch, on a page of its own, see `warm.py`. `place` gives the layers that the decoder
-        does not have."""
-        warm_up(self, progress, place)
+        does not have; `copies`: pages will have exact ones."""
+        warm_up(self, progress, place, copies)
 
     def set_layer(self, index: int, layer: GpuLayer | None) -> None:
         """Between passes: a layer lies there from now on; None: it is handed in. What was captured is forgotten."""

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from tierd.kernels.gpu.batch import Range
-from tierd.kernels.rows import Bound, Ints
+from tierd.kernels.gpu.batch import ALIGN_BYTES, Range
+from tierd.kernels.layout import PageLayout
+from tierd.kernels.rows import Bound, Exact, Ints
 
 if TYPE_CHECKING:
     from tierd.kernels.gpu.decoder import GpuDecoder
@@ -25,17 +26,21 @@ class _Pass(NamedTuple):
     spans: list[tuple[int, int]]  # first position and rows of each
     bounds: Ints | None = None
     observed: Ints | None = None
+    copy: Range | None = None  # the exact one that its pages have
 
 
 def warm_up(
-    decoder: GpuDecoder, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None]
-) -> None:
+    decoder: GpuDecoder, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None],
+    copies: bool = False,
+) -> None:  # fmt: skip
     """Runs passes of one row and of a chunk, as they are and with what memory modes take: a window, sinks, a row that
-    is observed. All of them write to one page of their own."""
+    is observed; with `copies`, of pages that have exact ones. They write to a page of their own, and to one copy."""
     size = decoder.layout.page_tokens
-    record = torch.zeros(decoder.layout.record_bytes + 64, dtype=torch.uint8, device=decoder.device)
-    memory = Range(-(-record.data_ptr() // 64) * 64, decoder.layout.record_bytes)
+    memory, record = _page(decoder.layout, decoder.device)
     passes = [_Pass([(0, 1)]), _Pass([(0, _CHUNK)])]
+    if copies and decoder.copy_layout is not None:
+        copy, kept = _page(decoder.copy_layout, decoder.device)
+        passes += [each._replace(copy=copy) for each in passes]
     first = _BOUND.window + _BOUND.sinks
     if decoder.has_far:
         passes += [
@@ -58,11 +63,18 @@ def warm_up(
             np.zeros(len(positions), np.int32), positions, np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         )  # fmt: skip
         last = np.array([len(positions) - 1], np.int32)
+        exact = Exact(np.full(len(pages), each.copy.address), each.copy) if each.copy is not None else None
         if not decoder.streams:
-            decoder.forward([memory], *rows, pages, ends, last, each.bounds, None, each.observed)
+            decoder.forward([memory], *rows, pages, ends, last, each.bounds, None, each.observed, exact)
             continue
-        decoder.start(*rows, ends, last, None, each.bounds, each.observed)
+        decoder.start(*rows, ends, last, None, each.bounds, each.observed, exact)
         for index in range(decoder.layout.num_layers):
             decoder.layer(index, [memory], pages, place(index))
         decoder.finish()
     progress(len(passes), len(passes))
+
+
+def _page(layout: PageLayout, device: torch.device) -> tuple[Range, torch.Tensor]:
+    """Where a page lies that nobody else uses, as long as the tensor is there."""
+    record = torch.zeros(layout.record_bytes + ALIGN_BYTES, dtype=torch.uint8, device=device)
+    return Range(-(-record.data_ptr() // ALIGN_BYTES) * ALIGN_BYTES, layout.record_bytes), record

@@ -94,3 +94,12 @@ def test_copies_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="pages that are exact have no exact copies"):
         on_card(exact).forward([arena], pages=table, **inputs, exact=Exact(at, copies))
     assert (arena == 0xFF).all()
+
+
+def test_warm_up_compiles_with_copies_as_well() -> None:
+    told: list[tuple[int, int]] = []
+    model = tiny_model(page_format="k8v8", windows=(0,), **SMALL)
+    on_card(model).warm_up(lambda *at: told.append(at), copies=True)
+    assert told[-1] == (4, 4)
+    on_card(tiny_model(windows=(0,), **SMALL)).warm_up(lambda *at: told.append(at), copies=True)
+    assert told[-1] == (2, 2)

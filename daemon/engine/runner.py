@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tierd.daemon.engine.batch import Addresses, Batch, Ints
 from tierd.daemon.engine.heavy import Masses
+from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S
 from tierd.daemon.engine.selection import CardChoosing, Choosing, Selection, Wanted
 from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout
@@ -21,7 +22,7 @@ from tierd.kernels.rows import Exact
 from tierd.tiers.page import PageKey
 
 if TYPE_CHECKING:
-    from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S, HeldWeights
+    from tierd.daemon.engine.model.held import HeldWeights
     from tierd.kernels.cpu.mixture import ExpertSource
     from tierd.kernels.cpu.step import Choose
     from tierd.kernels.cpu.weights import Part, PlacedLayer, Rows

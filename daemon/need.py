@@ -33,6 +33,7 @@ class Need(NamedTuple):
     format: str = ""  # of the weights
     why: tuple[str, ...] = ()
     card_bytes: int = 0  # of a card's memory, for all of it; 0: it is the computer's
+    later_device_bytes: int = 0  # for pages on a card, once other programs have left it
 
     def held(self, sizes: Sizes) -> Held:
         """What an engine with these sizes may use."""
@@ -83,5 +84,5 @@ def _on_card(settings: Settings, manifest: Manifest, machine: Machine, threads: 
     draft = Draft(None, "draft models are not computed on a card yet") if settings.draft else Draft()
     return Need(
         found.sizes, on_card, found.card_workspace_bytes, draft, manifest.format, found.why,
-        found.card_usable_bytes,
+        found.card_usable_bytes, found.later_device_bytes,
     )  # fmt: skip

@@ -65,6 +65,7 @@ class Preparer:
         self._resized: dict[str, dict[str, int]] = {}  # models, and what somebody gave them by hand
         self._yielded: dict[str, int] = {}  # those that have less on the device than is booked, and how much
         self._blocks: dict[str, Block] = {}  # models whose next engine is for a batch alone
+        self._formats: dict[str, str] = {}  # of the pages of each model's last engine
         self._needs: dict[str, Need] = {}  # of those in `_held`
         self._resizes: set[asyncio.Task[dict[str, Any]]] = set()  # at most one: they hold the lock
         self._auto_cap = self._cap = Arenas(0, 0)  # as the daemon chose it, and with what was resized by hand
@@ -77,10 +78,8 @@ class Preparer:
         """
         async with self._one_at_a_time:
             self._keep(engines.keys() - {model.name})
-            machine = await asyncio.to_thread(self._machine)
-            need = await asyncio.to_thread(
-                find_need, self._settings, Path(model.directory), machine, self._threads()
-            )
+            settings, machine = await asyncio.to_thread(self._settled)
+            need = await asyncio.to_thread(find_need, settings, Path(model.directory), machine, self._threads())
             block = self._blocks.get(model.name)
             if block is not None:  # it fills the steps without guesses
                 need = need._replace(
@@ -93,15 +92,17 @@ class Preparer:
                 sizes = self._alone(need, wish, machine)
             self._needs[model.name] = need
             self._held[model.name] = need.held(sizes)
+            self._formats[model.name] = settings.page_formats
             if len(self._held) == 1:
                 self._cap = _arenas(sizes)
             taken = room.total_of(held.arenas for held in self._held.values())
             self._cap = Arenas(max(self._cap.device, taken.device), max(self._cap.host, taken.host))
             self._tell(model.name, sizes, wish, engines)
+            self._book_later(model.name, need, sizes)
             sizes = await asyncio.to_thread(self._on_disk, model, sizes)
         draft = need.draft
         draft_dir = draft.model.directory if draft.model is not None else None
-        config = engine_config(self._settings, sizes, Path(model.directory), draft_dir, draft.off_reason)
+        config = engine_config(settings, sizes, Path(model.directory), draft_dir, draft.off_reason)
         if block is not None:
             config = msgspec.structs.replace(
                 config, max_streams=block.streams, max_batch_rows=block.rows, throughput=True
@@ -120,12 +121,12 @@ class Preparer:
     def plan_block(self, model: Model, extent: Extent, streams: int | None) -> Block | None:
         """The block of a batch that has the machine for itself. Reads the disk: for a thread."""
         manifest = load_manifest(Path(model.directory))
-        machine = self._machine()
+        settings, machine = self._settled()
         if machine.card is not None:
             raise Unsupported(
                 "a batch that has the card for itself is not planned yet", hint="leave --exclusive out, or `card = off`"
             )
-        settings, threads = self._settings, self._threads()
+        threads = self._threads()
         measured = rates.of_this_machine(settings.cache_dir, threads)
         subject = prepared_subject(Path(model.directory), manifest)
         return choose_block(subject, extent, settings, machine, measured, threads, streams)
@@ -136,8 +137,9 @@ class Preparer:
     def note(self, engine: EngineProcess) -> None:
         """Remember which store an engine opened, for the next share. To be called when it is ready."""
         namespace = engine.info.get("namespace")
-        if isinstance(namespace, str):
-            kv_quota.note_owner(self.root, namespace, kv_quota.Owner(engine.model, self._settings.page_formats))
+        formats = self._formats.get(engine.model)
+        if isinstance(namespace, str) and formats is not None:
+            kv_quota.note_owner(self.root, namespace, kv_quota.Owner(engine.model, formats))
 
     async def resize(self, engine: EngineProcess, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Change the memory of an engine; the next ones of its model get as much, as long as this daemon lives.
@@ -322,7 +324,7 @@ class Preparer:
         if is_wish:
             arenas = Arenas(min(arenas.device, division.newcomer.device), min(arenas.host, division.newcomer.host))
         # What the others had may have been untouched, so that giving it up left no more memory than before.
-        machine = await asyncio.to_thread(self._machine)
+        _, machine = await asyncio.to_thread(self._settled)
         if arenas.device < self._least_device_bytes() or fixed_bytes + arenas.device > machine.available_ram:
             await self._resize_all(room.regrown(self._cap, before), engines)
             raise NoRoom(model.name)  # running answers need what the others have
@@ -367,16 +369,26 @@ class Preparer:
         asked = self._settings.device_mem
         return LEAST_ARENA_BYTES if asked is None else min(asked // 4, LEAST_ARENA_BYTES)
 
-    def _machine(self) -> Machine:
-        self._settings, machine = settle(self._settings, self._probe(self._settings.cache_dir))
+    def _book_later(self, name: str, need: Need, sizes: Sizes) -> None:
+        """What others hold of a card is the pages' when they have left, where somebody watches for that."""
+        later_bytes = need.later_device_bytes
+        if self._settings.yield_device_mem and sizes.device_bytes == need.sizes.device_bytes < later_bytes:
+            held = self._held[name]
+            self._held[name] = held._replace(arenas=held.arenas._replace(device=later_bytes))
+            self._yielded[name] = sizes.device_bytes
+
+    def _settled(self) -> tuple[Settings, Machine]:
+        """The machine as it is now, and what the settings mean on it: the card may have come or gone since the last
+        look, and with it the format of pages."""
+        settings, machine = settle(self._settings, self._probe(self._settings.cache_dir))
         # What the page stores hold is theirs already: without it an automatic cap would shrink as they fill.
         held_bytes = sum(namespace.bytes for namespace in kv_quota.namespaces(self.root))
-        return machine._replace(free_disk=machine.free_disk + held_bytes)
+        return settings, machine._replace(free_disk=machine.free_disk + held_bytes)
 
     def _on_disk(self, model: Model, sizes: Sizes) -> Sizes:
         if not sizes.nvme_bytes:
             return sizes
-        owner = kv_quota.Owner(model.name, self._settings.page_formats)
+        owner = kv_quota.Owner(model.name, self._formats[model.name])
         share_bytes = kv_quota.share(self.root, owner, sizes.nvme_bytes)
         log.info("%s may use %d of %d bytes on disk", model.name, share_bytes, sizes.nvme_bytes)
         return sizes._replace(nvme_bytes=share_bytes)

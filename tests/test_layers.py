@@ -52,7 +52,7 @@ def imports(path: Path) -> Iterator[str]:
 
 _BASE = frozenset({
     "aside", "card_memory", "protocol", "generation", "errors", "config", "settled", "config_file", "config_values",
-    "engine_config", "kv_mode", "machine", "paths", "log", "units",
+    "cuda_order", "engine_config", "kv_mode", "machine", "paths", "log", "units",
 })  # fmt: skip
 
 

@@ -18,13 +18,14 @@ class Chosen(NamedTuple):
     """Sizes, and a sentence for each that is not simply what the machine or the user said.
 
     `card_workspace_bytes`, `card_usable_bytes`: of a card's memory, beside pages and weights, and for all of them; 0
-    without one.
+    without one. `later_device_bytes`: for pages on the card if other programs held nothing of it.
     """
 
     sizes: Sizes
     why: tuple[str, ...]
     card_workspace_bytes: int = 0
     card_usable_bytes: int = 0
+    later_device_bytes: int = 0
 
 
 def choose_sizes(
@@ -45,7 +46,7 @@ def choose_sizes(
     if machine.card is not None:
         on_card = weights_bytes if card_weights_bytes is None else card_weights_bytes
         card = choose_card_sizes(settings, machine, spec, on_card, context, settings.kv_format)
-        return Chosen(card.sizes, card.why, card.workspace_bytes, card.usable_bytes)
+        return Chosen(card.sizes, card.why, card.workspace_bytes, card.usable_bytes, card.later_device_bytes)
     sizes = resolve_sizes(settings, machine)
     layout = page_layout(spec, settings.kv_format)
     tokens = settings.ctx or context

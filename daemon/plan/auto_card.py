@@ -23,13 +23,15 @@ _FLOAT_BYTES, _HALF_BYTES = 4, 2
 class CardSizes(NamedTuple):
     """Sizes, what the engine takes of the card beside them, and a sentence for each that is not simply what was asked.
 
-    `usable_bytes`: of the card, for pages, weights and workspace together.
+    `usable_bytes`: of the card, for pages, weights and workspace together. `later_device_bytes`: for pages, if other
+    programs held nothing of the card.
     """
 
     sizes: Sizes
     workspace_bytes: int
     usable_bytes: int
     why: tuple[str, ...]
+    later_device_bytes: int
 
 
 def usable_bytes(card: CardMemory) -> int:
@@ -52,10 +54,13 @@ def workspace_bytes(spec: ModelSpec, context: int, max_batch: int, max_streams: 
 def choose_card_sizes(
     settings: Settings, machine: Machine, spec: ModelSpec, card_weights_bytes: int, context: int, kv_format: str
 ) -> CardSizes:
-    """The sizes of an engine on `machine.card`. What was asked for is taken as it is; only `auto` ones adapt.
+    """The sizes of an engine on `machine.card`. What was asked for is taken as it is, and `auto` ones adapt; but what
+    other programs hold of the card now nobody gets, asked for or not.
 
     - All weights go to the card, and pages get what they leave, where that is enough for an arena.
     - Otherwise pages get one sequence of the whole context, up to a quarter of the card, and weights the rest.
+    - Where more was asked for than others leave, and no more than the whole card has, pages get less first.
+    - `yield_device_mem` stays free, as far as others hold any.
 
     `card_weights_bytes`: of all weights, as they are on the card.
     """
@@ -66,16 +71,23 @@ def choose_card_sizes(
     workspace = workspace_bytes(spec, tokens, settings.max_batch, settings.max_streams)
     ladder = settings.kv_exact_first, settings.kv_exact_last
     workspace += exact_bytes(spec, kv_format, ladder, settings.max_batch, settings.max_streams, CARD_COPY_FORMAT)
-    room = max(usable_bytes(card) - workspace, 0)
-    wanted = card_weights_bytes if settings.weights_mem is None else min(settings.weights_mem, card_weights_bytes)
+    others = max(card.total_bytes - card.free_bytes, 0)
+    room = max(usable_bytes(card) - workspace - min(settings.yield_device_mem, others), 0)
+    alone = max(usable_bytes(card._replace(free_bytes=card.total_bytes)) - workspace, room)
     pages_bytes = -(-tokens // layout.page_tokens) * layout.record_bytes
-    device = settings.device_mem
-    if device is None:
-        device = room - wanted
-        if device < LEAST_ARENA_BYTES:
-            device = max(min(pages_bytes, room // 4), LEAST_ARENA_BYTES)
-            why.append(f"pages get {human_bytes(device)} of the card, since not all weights fit beside them")
-    weights = max(room - device, 0) if settings.weights_mem is None else settings.weights_mem
+    wanted = card_weights_bytes if settings.weights_mem is None else min(settings.weights_mem, card_weights_bytes)
+    device, weights = _divide(settings, wanted, pages_bytes, room)
+    later, wished = _divide(settings, wanted, pages_bytes, alone)
+    kept = min(wished, wanted)
+    if settings.device_mem is None and room - wanted < LEAST_ARENA_BYTES:
+        why.append(f"pages get {human_bytes(device)} of the card, since not all weights fit beside them")
+    if later + kept <= alone and device + kept > room:  # else it is too much for the whole card, and refused with that
+        device = min(device, max(room - kept, min(pages_bytes, room // 4), LEAST_ARENA_BYTES))
+        weights = max(room - device, 0) if settings.weights_mem is None else min(weights, max(room - device, 0))
+    for name, now, asked in (("pages", device, settings.device_mem), ("weights", weights, settings.weights_mem)):
+        if asked is not None and now < asked:
+            held = f"other programs hold {human_bytes(others)} of it"
+            why.append(f"{name} get {human_bytes(now)} of the card instead of {human_bytes(asked)}: {held}")
     below = resolve_sizes(settings, machine)
     usable = min(machine.available_ram, machine.total_ram)
     host_weights = settings.host_weights_mem
@@ -87,4 +99,14 @@ def choose_card_sizes(
             f"{human_bytes(weights)} for them; some layers are copied to it in every step"
         )
     sizes = below._replace(device_bytes=device, weights_bytes=weights, host_weights_bytes=host_weights)
-    return CardSizes(sizes, workspace, usable_bytes(card), tuple(why))
+    return CardSizes(sizes, workspace, usable_bytes(card), tuple(why), max(device, later))
+
+
+def _divide(settings: Settings, wanted_bytes: int, pages_bytes: int, room: int) -> tuple[int, int]:
+    """Pages and weights in so much of a card, as they were asked for. `wanted_bytes`: weights that are to lie there."""
+    device = settings.device_mem
+    if device is None:
+        device = room - wanted_bytes
+        if device < LEAST_ARENA_BYTES:
+            device = max(min(pages_bytes, room // 4), LEAST_ARENA_BYTES)
+    return device, max(room - device, 0) if settings.weights_mem is None else settings.weights_mem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -99,6 +100,34 @@ async def test_sizes_on_a_card_are_planned_from_its_memory(fake_models, tmp_path
     assert (await prepared(device_mem=1 << 28, kv_format="fp16")).device_bytes == 1 << 28
     off = await prepared(card="off", device_mem=None)
     assert not off.card and off.kv_format == "fp32" and off.device_bytes <= 8 * 10**9
+
+
+async def test_the_format_of_pages_follows_the_card_from_load_to_load(fake_models, tmp_path):
+    machines = [WITH_CARD, WITH_CARD._replace(card=None), WITH_CARD]
+    prepare = Preparer(make_settings(tmp_path, nvme_mem=1 << 29), lambda _dir: machines[0])
+    alpha = Model("alpha", fake_models / "alpha")
+    for number, (format, on_card) in enumerate([("bf16", True), ("fp32", False), ("bf16", True)]):
+        config = msgspec.json.decode(await prepare(alpha, {}), type=EngineConfig)
+        assert (config.kv_format, config.card) == (format, on_card)
+        # As the engine tells it, whose namespace has the format and the card in it.
+        name = ("a" if on_card else "b") * 32
+        (prepare.root / name).mkdir(parents=True, exist_ok=True)
+        prepare.note(SimpleNamespace(model="alpha", info={"namespace": name}))
+        owners = {one.name: one.kv_format for one in kv_quota.namespaces(prepare.root)}
+        assert owners[name] == format and len(owners) == min(number + 1, 2)
+        machines.append(machines.pop(0))
+
+
+async def test_pages_that_had_to_make_do_grow_when_others_have_left_the_card(fake_models, tmp_path):
+    filled = WITH_CARD._replace(card=CARD._replace(free_bytes=4 << 30))
+    for reserve, booked in ((0, False), (1 << 30, True)):
+        prepare = Preparer(
+            make_settings(tmp_path, device_mem=8 << 30, yield_device_mem=reserve), lambda _dir: filled
+        )
+        config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha"), {}), type=EngineConfig)
+        assert 1 << 30 < config.device_bytes < (4 << 30) - reserve
+        assert prepare.device_bytes("alpha") == (8 << 30 if booked else config.device_bytes)
+        assert prepare._yielded.get("alpha") == (config.device_bytes if booked else None)
 
 
 async def test_a_card_is_planned_for_one_model(fake_models, tmp_path):

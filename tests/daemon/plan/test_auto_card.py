@@ -59,6 +59,33 @@ def test_what_was_asked_for_is_taken(asked: dict[str, int]) -> None:
     assert sizes.device_bytes + min(sizes.weights_bytes, 14 * GB) <= CARD.free_bytes
 
 
+@pytest.mark.parametrize("asked", [{"device_mem": 12 * GB}, {"weights_mem": 8 * GB}, {}])
+def test_what_others_hold_is_planned_by_nobody(asked: dict[str, int]) -> None:
+    free = [choose("llama-3-8b", 8 * GB, card=CARD._replace(free_bytes=size * GB), **asked) for size in (24, 12, 6)]
+    for found, size in zip(free, (24, 12, 6), strict=True):
+        weights = min(found.sizes.weights_bytes, 8 * GB)
+        assert found.sizes.device_bytes + weights + found.card_workspace_bytes <= size * GB
+        assert found.later_device_bytes == free[0].sizes.device_bytes >= found.sizes.device_bytes
+    if "device_mem" in asked:
+        assert free[0].sizes.device_bytes == 12 * GB and free[0].why == ()
+        assert free[1].sizes.weights_bytes >= 8 * GB  # pages give first
+        assert any("instead of 12.0 GB: other programs hold 12.0 GB of it" in why for why in free[1].why)
+    if "weights_mem" in asked:
+        assert free[1].sizes.weights_bytes == 8 * GB and free[2].sizes.weights_bytes < 8 * GB
+
+
+def test_what_is_to_stay_free_for_others_is_not_taken_first() -> None:
+    found, gives = choose("llama-3-8b", 5 * GB), choose("llama-3-8b", 5 * GB, yield_device_mem=GB)
+    assert found.sizes.device_bytes - gives.sizes.device_bytes == GB  # others hold more than that
+    assert gives.later_device_bytes > found.sizes.device_bytes
+    alone = choose("llama-3-8b", 5 * GB, yield_device_mem=GB, card=CARD._replace(free_bytes=24 * GB))
+    assert alone.sizes.device_bytes == alone.later_device_bytes
+
+
+def test_more_than_the_whole_card_has_is_left_for_the_engine_to_refuse() -> None:
+    assert choose("llama-3-8b", 5 * GB, device_mem=30 * GB).sizes.device_bytes == 30 * GB
+
+
 def test_a_card_that_others_fill_has_the_least() -> None:
     found = choose("llama-3-8b", 5 * GB, card=CARD._replace(free_bytes=GB))
     assert 64 << 20 <= found.sizes.device_bytes < GB // 4 and 0 <= found.sizes.weights_bytes < GB

@@ -11,7 +11,7 @@ from tierd.daemon.errors import BadConfig
 from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.catalog import Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
-from tierd.daemon.models.placement_card import record_card_bytes
+from tierd.daemon.models.placement_card import record_card_bytes, refused_by_card
 from tierd.daemon.plan.auto import choose_sizes
 from tierd.daemon.plan.choose_format import fitting_format
 from tierd.daemon.plan.draft import Draft, choose_draft
@@ -39,6 +39,18 @@ class Need(NamedTuple):
         """What an engine with these sizes may use."""
         weights = min(sizes.weights_bytes, self.weights_bytes)
         return Held(Arenas(sizes.device_bytes, sizes.host_bytes), weights, self.workspace_bytes, self.card_bytes > 0)
+
+
+def machine_for(machine: Machine, directory: Path) -> Machine:
+    """The machine as it computes a model: without its card, if that does not take it."""
+    try:
+        refused = "" if machine.card is None else refused_by_card(load_manifest(directory).spec)
+    except ModelFileError:
+        return machine  # the engine says what is wrong with it
+    if not refused:
+        return machine
+    log.info("%s is computed by the processors, not by the card: %s", directory.name, refused)
+    return machine._replace(card=None)
 
 
 def find_need(settings: Settings, directory: Path, machine: Machine, threads: int) -> Need:

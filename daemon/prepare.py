@@ -19,7 +19,7 @@ from tierd.daemon.engine_config import EngineConfig, engine_config
 from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError, TryLater, Unsupported
 from tierd.daemon.machine import Machine, Sizes, probe_machine
 from tierd.daemon.models.catalog import load_manifest
-from tierd.daemon.need import Need, find_need
+from tierd.daemon.need import Need, find_need, machine_for
 from tierd.daemon.plan import rates
 from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
 from tierd.daemon.plan.block import Block, Extent, choose_block
@@ -78,7 +78,7 @@ class Preparer:
         """
         async with self._one_at_a_time:
             self._keep(engines.keys() - {model.name})
-            settings, machine = await asyncio.to_thread(self._settled)
+            settings, machine = await asyncio.to_thread(self._settled, model)
             need = await asyncio.to_thread(find_need, settings, Path(model.directory), machine, self._threads())
             block = self._blocks.get(model.name)
             if block is not None:  # it fills the steps without guesses
@@ -121,7 +121,7 @@ class Preparer:
     def plan_block(self, model: Model, extent: Extent, streams: int | None) -> Block | None:
         """The block of a batch that has the machine for itself. Reads the disk: for a thread."""
         manifest = load_manifest(Path(model.directory))
-        settings, machine = self._settled()
+        settings, machine = self._settled(model)
         if machine.card is not None:
             raise Unsupported(
                 "a batch that has the card for itself is not planned yet", hint="leave --exclusive out, or `card = off`"
@@ -324,7 +324,7 @@ class Preparer:
         if is_wish:
             arenas = Arenas(min(arenas.device, division.newcomer.device), min(arenas.host, division.newcomer.host))
         # What the others had may have been untouched, so that giving it up left no more memory than before.
-        _, machine = await asyncio.to_thread(self._settled)
+        _, machine = await asyncio.to_thread(self._settled, model)
         if arenas.device < self._least_device_bytes() or fixed_bytes + arenas.device > machine.available_ram:
             await self._resize_all(room.regrown(self._cap, before), engines)
             raise NoRoom(model.name)  # running answers need what the others have
@@ -377,10 +377,11 @@ class Preparer:
             self._held[name] = held._replace(arenas=held.arenas._replace(device=later_bytes))
             self._yielded[name] = sizes.device_bytes
 
-    def _settled(self) -> tuple[Settings, Machine]:
+    def _settled(self, model: Model) -> tuple[Settings, Machine]:
         """The machine as it is now, and what the settings mean on it: the card may have come or gone since the last
         look, and with it the format of pages."""
-        settings, machine = settle(self._settings, self._probe(self._settings.cache_dir))
+        machine = machine_for(self._probe(self._settings.cache_dir), Path(model.directory))
+        settings, machine = settle(self._settings, machine)
         # What the page stores hold is theirs already: without it an automatic cap would shrink as they fill.
         held_bytes = sum(namespace.bytes for namespace in kv_quota.namespaces(self.root))
         return settings, machine._replace(free_disk=machine.free_disk + held_bytes)

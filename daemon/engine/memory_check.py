@@ -14,7 +14,7 @@ from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, OutOfSpace
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import DoesNotFit
-from tierd.daemon.models.placement_card import CardPlacement, DoesNotFitHost, place_on_card
+from tierd.daemon.models.placement_card import CardPlacement, DoesNotFitHost, place_on_card, refused_by_card
 from tierd.daemon.plan.workspace import COPY_FORMAT, exact_bytes
 from tierd.daemon.units import human_bytes
 from tierd.tiers.mover import Mover
@@ -50,7 +50,8 @@ def check_device(config: EngineConfig, manifest: Manifest, backend: Backend, not
     """What lies on the card, and whether there is one. Raises BadConfig."""
     if not config.card:
         if not backend.on_card and (found := probe_card(installed=lambda _name: True)) is not None:
-            notes.append(f"{found.name} is not computed on: `tierd doctor` and `tierd config show` tell why")
+            why = refused_by_card(manifest.spec) or "`tierd doctor` and `tierd config show` tell why"
+            notes.append(f"{found.name} is not computed on: {why}")
         return
     if not backend.on_card:
         why = notes[-1] if notes else "it is not there any more"

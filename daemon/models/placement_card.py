@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry
 from tierd.daemon.models.placement import MAX_SLOTS, MIN_SLOTS, DoesNotFit, head_record, spread
 from tierd.daemon.models.records import EXPERT_PREFIX
+from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels import card_bytes
 
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256  # kernels.gpu.pages
 DISK_SLOTS = 4  # of CPU memory: one is copied to the card while the others are read
 
 
@@ -57,6 +59,15 @@ def place_on_card(
     wide = [one for one in fitting if one.slots != MIN_SLOTS]
     least = min(wide or fitting, key=lambda one: (one.streamed_bytes, "embed" not in one.device, one.device_bytes))
     return _below(manifest, least, host_bytes)
+
+
+def refused_by_card(spec: ModelSpec) -> str:
+    """Why the kernels of a card don't take a model, so that the processors compute it; "" if they do."""
+    if spec.experts is not None:
+        return "mixtures of experts are not computed on a card yet"
+    if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MAX_HEAD_DIM:
+        return f"its kernels take heads of a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, not of {spec.head_dim}"
+    return ""
 
 
 def record_card_bytes(record: RecordEntry) -> int:

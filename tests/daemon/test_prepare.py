@@ -14,6 +14,8 @@ from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, ModelNotFound
 from tierd.daemon.machine import Machine
+from tierd.daemon.models.catalog import MANIFEST, Manifest
+from tierd.daemon.models.placement_card import refused_by_card
 from tierd.daemon.plan.shape import shape_from_spec
 from tierd.daemon.plan.weights import weight_bytes
 from tierd.daemon.prepare import Preparer
@@ -83,12 +85,28 @@ async def test_the_draft_model_has_its_memory_beside_the_others(tmp_path):
         await prepared("large", 2 << 30, draft="nobody")
 
 
+def with_heads(directory, head_dim):
+    """A prepared model with heads of another size; its specification."""
+    manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+    spec = msgspec.structs.replace(manifest.spec, head_dim=head_dim)
+    (directory / MANIFEST).write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, spec=spec)))
+    return spec
+
+
+@pytest.fixture
+def card_models(fake_models):
+    """Models that a card takes."""
+    for directory in fake_models.iterdir():
+        with_heads(directory, 16)
+    return fake_models
+
+
 CARD = CardMemory("a card", 24 << 30, 20 << 30)
 WITH_CARD = Machine(32 << 30, 32 << 30, 100 << 30, CARD)
 
 
-async def test_sizes_on_a_card_are_planned_from_its_memory(fake_models, tmp_path):
-    alpha = Model("alpha", fake_models / "alpha")
+async def test_sizes_on_a_card_are_planned_from_its_memory(card_models, tmp_path):
+    alpha = Model("alpha", card_models / "alpha")
 
     async def prepared(**changes):
         prepare = Preparer(make_settings(tmp_path, **changes), lambda _dir: WITH_CARD)
@@ -102,10 +120,20 @@ async def test_sizes_on_a_card_are_planned_from_its_memory(fake_models, tmp_path
     assert not off.card and off.kv_format == "fp32" and off.device_bytes <= 8 * 10**9
 
 
-async def test_the_format_of_pages_follows_the_card_from_load_to_load(fake_models, tmp_path):
+async def test_a_model_that_the_card_does_not_take_is_computed_by_the_processors(card_models, tmp_path):
+    odd = with_heads(card_models / "beta", 72)
+    assert refused_by_card(odd).endswith("a multiple of 16 up to 256, not of 72")
+    for name, on_card in (("alpha", True), ("beta", False)):
+        prepare = Preparer(make_settings(tmp_path), lambda _dir: WITH_CARD)
+        config = msgspec.json.decode(await prepare(Model(name, card_models / name), {}), type=EngineConfig)
+        assert (config.card, config.kv_format) == (on_card, "bf16" if on_card else "fp32")
+        assert on_card == (config.host_weights_bytes is not None)
+
+
+async def test_the_format_of_pages_follows_the_card_from_load_to_load(card_models, tmp_path):
     machines = [WITH_CARD, WITH_CARD._replace(card=None), WITH_CARD]
     prepare = Preparer(make_settings(tmp_path, nvme_mem=1 << 29), lambda _dir: machines[0])
-    alpha = Model("alpha", fake_models / "alpha")
+    alpha = Model("alpha", card_models / "alpha")
     for number, (format, on_card) in enumerate([("bf16", True), ("fp32", False), ("bf16", True)]):
         config = msgspec.json.decode(await prepare(alpha, {}), type=EngineConfig)
         assert (config.kv_format, config.card) == (format, on_card)
@@ -118,31 +146,31 @@ async def test_the_format_of_pages_follows_the_card_from_load_to_load(fake_model
         machines.append(machines.pop(0))
 
 
-async def test_pages_that_had_to_make_do_grow_when_others_have_left_the_card(fake_models, tmp_path):
+async def test_pages_that_had_to_make_do_grow_when_others_have_left_the_card(card_models, tmp_path):
     filled = WITH_CARD._replace(card=CARD._replace(free_bytes=4 << 30))
     for reserve, booked in ((0, False), (1 << 30, True)):
         prepare = Preparer(
             make_settings(tmp_path, device_mem=8 << 30, yield_device_mem=reserve), lambda _dir: filled
         )
-        config = msgspec.json.decode(await prepare(Model("alpha", fake_models / "alpha"), {}), type=EngineConfig)
+        config = msgspec.json.decode(await prepare(Model("alpha", card_models / "alpha"), {}), type=EngineConfig)
         assert 1 << 30 < config.device_bytes < (4 << 30) - reserve
         assert prepare.device_bytes("alpha") == (8 << 30 if booked else config.device_bytes)
         assert prepare._yielded.get("alpha") == (config.device_bytes if booked else None)
 
 
-async def test_a_card_is_planned_for_one_model(fake_models, tmp_path):
+async def test_a_card_is_planned_for_one_model(card_models, tmp_path):
     prepare = Preparer(make_settings(tmp_path), lambda _dir: WITH_CARD)
-    await prepare(Model("alpha", fake_models / "alpha"), {})
+    await prepare(Model("alpha", card_models / "alpha"), {})
     prepare._keep = lambda _names: None  # alpha runs
     with pytest.raises(NoRoom):
-        await prepare(Model("beta", fake_models / "beta"), {})
+        await prepare(Model("beta", card_models / "beta"), {})
 
 
-async def test_memory_below_a_card_needs_a_card(fake_models, tmp_path):
+async def test_memory_below_a_card_needs_a_card(card_models, tmp_path):
     machine = WITH_CARD._replace(card=None)
     prepare = Preparer(make_settings(tmp_path, host_weights_mem=1 << 30), lambda _dir: machine)
     with pytest.raises(BadConfig, match="host_weights_mem"):
-        await prepare(Model("alpha", fake_models / "alpha"), {})
+        await prepare(Model("alpha", card_models / "alpha"), {})
 
 
 @pytest.mark.parametrize(

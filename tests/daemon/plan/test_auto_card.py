@@ -106,5 +106,5 @@ def test_exact_copies_count_as_workspace() -> None:
     spec = known_shape("llama-3-8b").spec
     assert spec is not None
     asked = dataclasses.replace(SETTINGS, kv_exact_last=128)
-    assert copies == exact_bytes(spec, (0, 128), asked.max_batch, asked.max_streams, "bf16") > 0
+    assert copies == exact_bytes(spec, "k4v4", (0, 128), asked.max_batch, asked.max_streams, "bf16") > 0
     assert plain.sizes.device_bytes - more.sizes.device_bytes == copies

@@ -43,7 +43,7 @@ def test_copies_take_what_the_plan_says() -> None:
     planned = exact_bytes(SPEC, "k8v4", (32, 64), 50, 3)
     copies, nowhere = found.ladders.pages.statistics().total_bytes, found.nowhere
     assert copies == (3 * (2 + 4 + 2) + 4) * PageLayout(3, 2, 16, "fp16").record_bytes
-    assert planned == copies + nowhere.total * nowhere.record_bytes == copies + LAYOUT.record_bytes
+    assert planned == copies + nowhere.nbytes == copies + LAYOUT.record_bytes
     sizes = {"device_bytes": 1 << 20, "host_bytes": 0, "nvme_bytes": 0, "context": 0, "threads": 1}
     plain, more = (
         engine_bytes(SPEC, kv_format="k8v4", max_batch=50, max_streams=3, ladder=ladder, **sizes).workspace

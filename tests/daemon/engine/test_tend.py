@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -262,3 +263,13 @@ async def test_gc_goes_on_beside_a_stream(much: Live) -> None:
     assert pager.store is not None and pager.store.statistics().used_slots < before - 2400
     ((tokens, end),) = (await asyncio.to_thread(much.collect, 1)).values()
     assert end.ev == "done" and len(tokens) == 80
+
+
+def test_exact_copies_on_a_card_take_none_of_ram() -> None:
+    arena = SimpleNamespace(slots=4, record_bytes=100)
+    engine: Any = SimpleNamespace(pager=SimpleNamespace(device=arena, host=arena), copies_bytes=10**6, on_card=True)
+    wanted = tend._Resize(device_bytes=None, host_bytes=800, weights_bytes=None)
+    tend._check_memory(wanted, engine, 800)
+    engine.on_card = False
+    with pytest.raises(OutOfSpace, match="of exact copies"):
+        tend._check_memory(wanted, engine, 800)

@@ -11,6 +11,7 @@ from tests.kernels.decoders import TinyModel, batch, random_sequences, tiny_mode
 from tests.kernels.gpu.cases import aligned
 from tests.kernels.gpu.models import aligned_arena, on_card
 from tests.kernels.gpu.test_decoder import Recorder
+from tests.kernels.test_exact import copies_of as copies_of_twin
 from tests.kernels.test_exact import forget, run
 from tierd.kernels import reference
 from tierd.kernels.gpu.decoder import GpuDecoder
@@ -34,7 +35,7 @@ def check(model: TinyModel, decoder: GpuDecoder, ladder: Ladder, lengths: list[i
     whole = batch(sequences, [(0, length) for length in lengths])
     expected = reference.forward(
         model.shape, model.layers, model.embed, model.final_norm, model.head, model.layout, model.cos, model.sin,
-        arena.copy(), **whole, exact=(copies.copy(), ladder),
+        arena.copy(), **whole, exact=(copies_of_twin(model, slots), ladder),
     )  # fmt: skip
     found: list[list[NDArray[np.float32]]] = [[] for _ in sequences]
     start = 0

@@ -36,7 +36,7 @@ class Sinks:
 
     offsets: Ints  # [R] where the pages of each row's begin
     lengths: Ints  # [R] tokens, 0 for a row that sees none
-    seen_from: Ints  # [R] the position that a row's query is turned back to for them
+    seen_from: Ints  # [R] the position that a row's query is turned back to for them, 0 for a row that sees none
     places: NDArray[np.int64]  # of the caller's pages, those of a sequence once
 
     @property
@@ -226,7 +226,9 @@ def _sinks(placed: Placed, order: NDArray[Any]) -> Sinks:
     held = np.zeros(len(placed.sink_offsets), np.int64)
     np.maximum.at(held, sequence, -(-lengths // PAGE_TOKENS))
     starts = (np.cumsum(held) - held).astype(np.int32)
-    return Sinks(starts[sequence], lengths, placed.records[order, 2], _places(placed.sink_offsets, held))
+    # Of rows without sinks it is computed, too: their angles must be there, whatever their window is.
+    seen_from = np.where(lengths > 0, placed.records[order, 2], 0)
+    return Sinks(starts[sequence], lengths, seen_from, _places(placed.sink_offsets, held))
 
 
 def _observed(rows: Ints, placed: Placed, new_row: Ints) -> Observed:

@@ -94,7 +94,7 @@ def test_rows_with_bounds_count_from_their_pages_and_share_their_sinks() -> None
     assert found.windows.tolist() == [32, 0] + [0] * 10 + [40] * 10
     sinks = found.sinks
     assert sinks.lengths.tolist() == [4, 0] + [0] * 10 + [20] * 10 and sinks.max_pages == 2
-    assert sinks.seen_from[[0, -1]].tolist() == [35, 59]
+    assert sinks.seen_from.tolist() == [35, 0] + [0] * 10 + [59] * 10
     assert [sinks.places[sinks.offsets[row]] for row in (0, -1)] == [7, 0] and sinks.places.tolist() == [0, 1, 7]
     assert found.span_places.tolist() == [10, 13, 5, 6]
 

@@ -46,6 +46,7 @@ def check(model: TinyModel, bounds: list[Bound], lengths: list[int], steps: list
         np.testing.assert_allclose(found, twin(model, model.arena(slots), sequence), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_chunks_and_decode_rows_of_two_bounds_beside_each_other() -> None:
     """The first passes from what is exact to what is bounded within a chunk, and goes on beyond the tables."""
     model = tiny_model(**SMALL, windows=(20,))

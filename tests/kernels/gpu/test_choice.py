@@ -91,6 +91,7 @@ def life(model: TinyModel) -> Lives:
     return Lives(model, on_card(model), Selection(bounds, model.shape.windows, bounds))
 
 
+@pytest.mark.long
 def test_rows_choose_as_on_the_cpu_and_learn_what_they_fill() -> None:
     model = tiny_model(windows=(0, 40), **SMALL)
     with model.decoder() as decoder:

@@ -51,6 +51,7 @@ def engine(model: Path, store: Path, device: int, **more: Any) -> Live:
     return Live(model, store, device=device, **{"nvme": 40, "max_batch_rows": 64, "max_streams": 2} | more)
 
 
+@pytest.mark.long
 def test_cold_and_from_pinned_memory(model: Path, right: list[int], tmp_path: Path, cards: list[FakeGpu]) -> None:
     with engine(model, tmp_path, 16, host=8, nvme=0) as live:
         assert said(live, [ASK | {"max_tokens": 3}])[0] == right[:3]

@@ -54,12 +54,13 @@ def check(model: TinyModel, decoder: GpuDecoder, ladder: Ladder, lengths: list[i
     assert np.abs(rows - expected.numpy()).mean() < 2e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page_format", "ladder", "windows"),
     [
         ("k4v4", Ladder(32, 32), (0, 40)),
-        pytest.param("fp8", Ladder(0, 32), (0,), marks=pytest.mark.long),
-        pytest.param("k8v4", Ladder(64, 64), (0, 0), marks=pytest.mark.long),
+        ("fp8", Ladder(0, 32), (0,)),
+        ("k8v4", Ladder(64, 64), (0, 0)),
     ],
 )
 def test_rows_are_those_of_the_twin(page_format: str, ladder: Ladder, windows: tuple[int, ...]) -> None:

@@ -47,6 +47,7 @@ def check(model: TinyModel, decoder: Any, passes: Passes = PASSES, lengths: list
         assert not theirs[:, pages:].any()
 
 
+@pytest.mark.long
 def test_rows_of_chunks_and_decode_rows_and_those_of_graphs() -> None:
     """Of a layer with a window nothing is known."""
     model = tiny_model(**SMALL, windows=(0, 20))

@@ -63,20 +63,20 @@ def start(flags: dict[str, Any], model: str | None) -> None:
 
     settings = load_settings(flags)
     client = connect_if_running(settings)
-    is_ours = client is None
     if client is not None:
-        pid = client.call("status").get("pid")
-        arguments = given_flags({**flags, "socket": None})
-        if arguments:
-            client.close()
-            raise AlreadyRunning(
-                f"a daemon runs already (pid {pid}); {' '.join(arguments)} would change nothing",
-                hint="`tierd stop` first",
-            )
-        print(f"tierd runs already, pid {pid}")
+        pid, is_ours = int(client.call("status").get("pid") or 0), False
     else:
-        client, pid = spawn(settings, given_flags(flags))
+        client, pid, is_ours = spawn(settings, given_flags(flags))
+    if is_ours:
         print(f"tierd started, pid {pid}, socket {settings.socket}")
+    elif arguments := given_flags({**flags, "socket": None}):
+        client.close()
+        raise AlreadyRunning(
+            f"a daemon runs already (pid {pid}); {' '.join(arguments)} would change nothing",
+            hint="`tierd stop` first",
+        )
+    else:
+        print(f"tierd runs already, pid {pid}")
     with client:
         if model is None:
             return
@@ -84,7 +84,7 @@ def start(flags: dict[str, Any], model: str | None) -> None:
             load_model(client, model)
         except TierdError:
             if is_ours:
-                end(client, int(pid or 0), settings.socket)
+                end(client, pid, settings.socket)
             raise
         print(f"{model} is ready")
 

@@ -23,7 +23,6 @@ from tierd.daemon.cli_common import (
     given_flags,
     json_option,
     load_settings,
-    lock_holder,
     not_text,
     note,
     print_json,
@@ -169,30 +168,36 @@ def ensure_model(settings: config.Settings, model: str) -> None:
 @contextlib.contextmanager
 def started(settings: config.Settings, flags: dict[str, Any]) -> Iterator[Client]:
     """The same for a while. One that was started for it and can't work with its settings is stopped again."""
-    before = lock_holder(settings.socket)
-    with connect_or_start(settings, flags) as client:
+    client, our_pid = _connect_or_start(settings, flags)
+    with client:
         try:
             yield client
         except BadConfig:
-            pid = lock_holder(settings.socket)
-            if before is None and pid is not None:
+            if our_pid:
                 from tierd.daemon.cli_spawn import end
 
-                end(client, pid, settings.socket)
+                end(client, our_pid, settings.socket)
             raise
 
 
 def connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> Client:
     """A client of the running daemon, or of one that is started for it."""
-    if client := connect_if_running(settings):
-        if unused := given_flags({**flags, "socket": None}):
-            note(f"note: the daemon runs already, {' '.join(unused)} changes nothing until `tierd stop`")
-        return client
-    from tierd.daemon.cli_spawn import spawn
+    return _connect_or_start(settings, flags)[0]
 
-    client, pid = spawn(settings, given_flags(flags))
-    note(f"tierd started, pid {pid}; `tierd stop` ends it")
-    return client
+
+def _connect_or_start(settings: config.Settings, flags: dict[str, Any]) -> tuple[Client, int]:
+    """The same, and the pid if the daemon was started here, else 0."""
+    client = connect_if_running(settings)
+    if client is None:
+        from tierd.daemon.cli_spawn import spawn
+
+        client, pid, is_ours = spawn(settings, given_flags(flags))
+        if is_ours:
+            note(f"tierd started, pid {pid}; `tierd stop` ends it")
+            return client, pid
+    if unused := given_flags({**flags, "socket": None}):
+        note(f"note: the daemon runs already, {' '.join(unused)} changes nothing until `tierd stop`")
+    return client, 0
 
 
 def answer_once(client: Client, submit: Submit, *, as_json: bool) -> None:

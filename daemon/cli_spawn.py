@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from tierd.clients.blocking import Client
 from tierd.daemon import paths
@@ -22,10 +23,18 @@ POLL_S = 0.02
 QUIET_S = 1.0  # a person who waits longer is told for what
 
 
-def spawn(settings: Settings, flags: list[str]) -> tuple[Client, int]:
+class Spawned(NamedTuple):
+    """A connected client, and the pid of the daemon behind it: `is_ours` unless another start was faster."""
+
+    client: Client
+    pid: int
+    is_ours: bool
+
+
+def spawn(settings: Settings, flags: list[str]) -> Spawned:
     """Start `tierd serve` with these flags, apart from this terminal; returns when its socket answers.
 
-    Returns a connected client and the pid. What the daemon prints before its log is open goes to `tierd.err` beside the
+    What the daemon prints before its log is open goes to `tierd.err` beside the
     log; when it dies early, that text is the error, under the exit code it chose.
     """
     if (fault := unwritable(settings.cache_dir)) is not None:
@@ -45,7 +54,8 @@ def spawn(settings: Settings, flags: list[str]) -> tuple[Client, int]:
         try:
             client = Client(settings.socket).connect()
             # Of two starts at once one child gives up; the socket then belongs to the other.
-            return client, int(client.call("hello")["pid"])
+            pid = int(client.call("hello")["pid"])
+            return Spawned(client, pid, pid == child.pid)
         except DaemonUnreachable:
             if child.poll() is not None:
                 raise _early_death(child.returncode, words) from None

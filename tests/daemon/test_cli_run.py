@@ -209,18 +209,20 @@ def test_settings_for_a_running_daemon_are_told_to_be_unused(cli: Cli) -> None:
     assert said.code == 0 and "--device-mem=1GB changes nothing" in said.err
 
 
-def test_a_daemon_is_started(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_daemon_is_started(cli: Cli, monkeypatch: pytest.MonkeyPatch, is_ours: bool) -> None:
     with cli.front() as front:
         started: list[Any] = []
 
         def spawn(settings: Any, flags: list[str]) -> Any:
             started.append(flags)
-            return Client(front.path).connect(), 5
+            return cli_spawn.Spawned(Client(front.path).connect(), 5, is_ours)
 
         monkeypatch.setattr(cli_spawn, "spawn", spawn)
         monkeypatch.setattr(cli_run, "connect_if_running", lambda settings: None)
         said = cli("run", "alpha", "echo a", "--device-mem", "1GB")
-    assert said.code == 0 and "tierd started" in said.err
+    assert said.code == 0 and ("tierd started" in said.err) == is_ours
+    assert ("--device-mem=1GB changes nothing" in said.err) != is_ours, "another start was faster"
     assert started == [["--device-mem=1GB"]]
 
 

@@ -50,6 +50,19 @@ def test_two_starts_at_once_make_one_daemon(cli: Cli) -> None:
     pid = cli("status", "--json").json["pid"]
     assert [one.returncode for one in both] == [0, 0], said
     assert all(f"pid {pid}" in text for text in said)
+    assert sorted(text[:13] for text in said) == ["tierd runs al", "tierd started"]
+
+
+def test_of_two_starts_at_once_with_settings_one_is_refused(cli: Cli) -> None:
+    command = [sys.executable, "-m", "tierd.daemon.cli", "start"]
+    both = [
+        subprocess.Popen([*command, f"--max-queue={size}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for size in (7, 8)
+    ]
+    ended = sorted((one.wait(30), *one.communicate()) for one in both)
+    assert [code for code, _, _ in ended] == [0, 1]
+    assert f"pid {cli('status', '--json').json['pid']}" in ended[0][1]
+    assert "a daemon runs already" in ended[1][2] and "would change nothing" in ended[1][2]
 
 
 def test_a_stale_socket_is_replaced(cli: Cli) -> None:

@@ -334,6 +334,9 @@ class EngineProcess:
                 log.info("engine of %s is ready after %.1f s", self.model, self.last_use_s - self.started_s)
             case "notice":
                 self.notice(str(event.data.get("text", "")))
+            case "notice_over":
+                with contextlib.suppress(ValueError):  # newer ones may have pushed it out
+                    self.notices.remove(str(event.data.get("text", "")))
             case "failed":
                 self.error = from_wire(event.data)
             case _:

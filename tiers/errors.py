@@ -60,7 +60,15 @@ class PrefixInUse(TierError):
 
 
 class PrefixNotDurable(TierError):
-    """Pages of the prefix have no copy on disk. The text says why, or what to do first."""
+    """Pages of the prefix have no copy on disk.
+
+    Attributes:
+        remedy: what to do about it.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 class MoverClosed(TierError):

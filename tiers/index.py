@@ -391,6 +391,7 @@ def _sqlite_errors() -> Iterator[None]:
 
 
 def _store_error(exc: Exception) -> StoreFull | StoreBroken:
-    if _code(exc) == sqlite3.SQLITE_FULL:
+    # The memory that connections share lies in a file, too: it says that there is no space in its own way.
+    if _code(exc) == sqlite3.SQLITE_FULL or getattr(exc, "sqlite_errorcode", 0) == sqlite3.SQLITE_IOERR_SHMSIZE:
         return StoreFull(f"no space for the index ({exc})")
     return StoreBroken(f"the index failed ({exc})")

@@ -76,7 +76,7 @@ class Pager:
         self.index = PrefixIndex(page_tokens)
         slots = store.capacity_slots if store is not None else 0
         self.residency = Residency(self.index, device, self.host, slots, Journal(clock), stored_record_bytes)
-        self.writeback = Writeback(self.residency, store, mover, self._notice, self._written)
+        self.writeback = Writeback(self.residency, store, mover, self._notice, self._recovered, self._written)
         self.evictor = Evictor(self.residency, mover, self.writeback)
         self.promoter = Promoter(self.residency, store, mover, self.evictor, self.writeback, self._notice)
         self.tables = PageTables(self.residency, self.promoter)
@@ -387,6 +387,9 @@ class Pager:
 
     def _notice(self, text: str) -> None:
         self._events("notice", {"text": text})
+
+    def _recovered(self, text: str) -> None:
+        self._events("notice_over", {"text": text})
 
     def _require_live(self, lease: Lease) -> None:
         if lease.state is LeaseState.ENDED:

@@ -196,10 +196,11 @@ class Prefixes:
         """The pages up to this one, the last one first. A look at every page: raises PrefixUnknown."""
         return self._way(self._find(prefix))
 
-    def persist(self, way: list[Node]) -> int:
+    def persist(self, way: list[Node], *, anew: bool = False) -> int:
         """Has the pages of a way written before all others; returns how many are not durable yet.
 
-        They are written whatever they are worth, within the budget of the day. To be asked again until it is 0. Raises
+        They are written whatever they are worth, within the budget of the day. To be asked again until it is 0; `anew`
+        at first, for a disk that was full may have room now. Raises
         PrefixUnknown when they are forgotten, and PrefixNotDurable when nothing can be written now.
         """
         if not all(known.alive for known in way):
@@ -207,13 +208,18 @@ class Prefixes:
         writeback = self._pager.writeback
         missing = [known for known in way if not known.durable]
         if missing and not writeback.on:
-            raise PrefixNotDurable(f"the disk tier is off: {writeback.off_reason or 'there is none'}")
+            remedy = "load the model anew: `tierd unload MODEL`, then ask" if writeback.off_reason else "see --nvme-mem"
+            raise PrefixNotDurable(f"the disk tier is off: {writeback.off_reason or 'there is none'}", remedy)
+        if missing and anew:
+            writeback.try_anew()
         writeback.admission.asked &= writeback.dirty.keys()  # what was asked for earlier and is gone since
         writeback.admission.asked.update(known.key for known in missing)
         for known in missing:  # the first page comes last here, and first in the queue
             if known.readable and not writeback.hurry(known):
-                why = "is full" if writeback.paused else "may be written no more today"
-                raise PrefixNotDurable(f"the disk tier {why}: {len(missing)} of its pages are not on disk")
+                why, remedy = "may be written no more today", "see --nvme-daily-writes; a new day begins at 0:00 UTC"
+                if writeback.paused:
+                    why, remedy = "is full", "make room on the disk, or see --nvme-mem and --nvme-min-free"
+                raise PrefixNotDurable(f"the disk tier {why}: {len(missing)} of its pages are not on disk", remedy)
         return len(missing)
 
     def evict(self, prefix: str) -> int:
@@ -225,7 +231,8 @@ class Prefixes:
         nodes = self._whole(self._find(prefix))
         self._require_idle(prefix, nodes)
         if alone := sum(not known.durable for known in nodes):
-            raise PrefixNotDurable(f"{alone} of the {len(nodes)} pages of prefix {prefix} are not on disk")
+            what = f"{alone} of the {len(nodes)} pages of prefix {prefix} are not on disk"
+            raise PrefixNotDurable(what, "`tierd prefix persist` writes them")
         count = sum(known.readable for known in nodes)
         for known in reversed(nodes):
             for tier in (Tier.HOST, Tier.DEVICE):

@@ -18,6 +18,7 @@ from tierd.tiers.slot import SlotGeometry
 from tierd.tiers.store_io import ALIGN_BYTES, Buffer, StoreIO, aligned_block, is_full, read_full, write_full
 
 _FREE, _RESERVED, _USED, _QUARANTINED = range(4)  # states of a slot, one byte each in Slabs._state
+INDEX_SPARE_BYTES = 8 << 20  # kept for the index: its log, and its file where rows are added or rewritten
 _SLAB_NAME = re.compile(r"slab-(\d{5})\.pages")
 
 
@@ -50,7 +51,7 @@ class Slabs:
         self.used = self.reserved = self.quarantined = self.grow_refusals = self.syncs = 0
         self._io = io
         self._dir_fd = dir_fd
-        self._min_free_bytes = min_free_bytes
+        self._min_free_bytes = max(min_free_bytes, INDEX_SPARE_BYTES)
         self._align = ALIGN_BYTES if direct else 1
         # Asked for at each read; the geometry computes them anew each time.
         self._slot_bytes, self._file_slots = geometry.slot_bytes, geometry.file_slots
@@ -224,6 +225,15 @@ class Slabs:
         first = index * self.geometry.file_slots + size
         self._free[:0] = range(first + count - 1, first - 1, -1)
         return True
+
+    def require_room(self) -> None:
+        """Raise OSError unless the file system has space for the index; asked by taking it, which quotas refuse too."""
+        fd = self._io.open("probe", os.O_RDWR | os.O_CREAT | os.O_TRUNC, dir_fd=self._dir_fd)
+        try:
+            self._io.fallocate(fd, 0, INDEX_SPARE_BYTES)
+        finally:
+            self._io.close(fd)
+            self._io.unlink("probe", dir_fd=self._dir_fd)
 
     def _create(self, name: str) -> int:
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if self.direct else 0)

@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 from tierd.tiers.errors import PageLost, StoreBroken, StoreError, StoreFull
 from tierd.tiers.index import PageMeta, Row, is_damage
@@ -24,22 +24,13 @@ from tierd.tiers.reader import Reader
 from tierd.tiers.records import Located, Records, pack_page
 from tierd.tiers.slot import FILE_BYTES, STEP_BYTES, SlotGeometry
 from tierd.tiers.store_io import Buffer, Bytes, OsIO, StoreIO, aligned_block, is_full
-from tierd.tiers.store_stats import StoreStatistics, StoreTally
+from tierd.tiers.store_stats import StoreStatistics, StoreTally, Verified
 
 T = TypeVar("T")
 
 __all__ = ["Located", "PageMeta", "Store", "StoreStatistics", "Verified"]
 
 CLOSE_WAIT_S = 10.0
-
-
-class Verified(NamedTuple):
-    """What a look at some stored pages has found."""
-
-    keys: list[PageKey]  # of all of them
-    findings: list[str]
-    removed: list[PageKey]
-    last_slot: int
 
 
 class Store:
@@ -217,6 +208,11 @@ class Store:
             with self._guard([]):
                 self._slabs.shrink()
             self._change(self._index.compact)
+
+    def require_room(self) -> None:
+        """Raise StoreFull unless the file system has what changes of the index may need, StoreBroken as writes do."""
+        with self._lock:
+            self._change(self._slabs.require_room)
 
     def gc(self) -> int:
         """Give back disk space that nothing uses; returns bytes of slab files. Raises StoreFull, StoreBroken."""

@@ -5,9 +5,20 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tierd.tiers.errors import LostReason
+from tierd.tiers.page import PageKey
 from tierd.tiers.slab import Slabs
+
+
+class Verified(NamedTuple):
+    """What a look at some stored pages has found."""
+
+    keys: list[PageKey]  # of all of them
+    findings: list[str]
+    removed: list[PageKey]
+    last_slot: int
 
 
 @dataclass(frozen=True, slots=True)

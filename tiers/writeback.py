@@ -55,6 +55,7 @@ class Writeback:
         store: None turns the tier off for good.
         mover: runs the writes.
         notify: told once, in a sentence for the user, when the tier is turned off or is full.
+        recovered: told the sentence that is true no more.
         on_written: called for a page whose device copy waited for the write, whether it worked or not.
     """
 
@@ -64,6 +65,7 @@ class Writeback:
         store: Store | None,
         mover: Mover,
         notify: Callable[[str], None],
+        recovered: Callable[[str], None],
         on_written: Callable[[Node], None],
     ) -> None:
         self.on = store is not None
@@ -80,12 +82,14 @@ class Writeback:
         self._store = store
         self._mover = mover
         self._notify = notify
+        self._recovered = recovered
         self._on_written = on_written
         self._urgent = False
         self._since_s = 0.0  # when the oldest dirty page came
         self._paused_until_s = float("-inf")
         self._full_in_a_row = 0
-        self._told_full = False
+        self._must_ask = False  # whether the disk has any space, before anything else is tried
+        self._told_full = ""
         self._touched: dict[PageKey, Node] = {}
         self._touched_at_s = 0.0
         self._now_s = 0.0
@@ -126,6 +130,10 @@ class Writeback:
         self._urgent = True
         return True
 
+    def try_anew(self) -> None:
+        """Ends a pause: somebody says that there may be room now."""
+        self._paused_until_s = float("-inf")
+
     def touch(self, node: Node) -> None:
         """The page was used: the store learns it some time."""
         if self.on and node.durable:
@@ -145,7 +153,7 @@ class Writeback:
         if self.dirty and self.groups < MAX_GROUPS and not self.paused:
             due = force or self._urgent or now_s - self._since_s >= WRITE_GROUP_WAIT_S
             if due or len(self.dirty) >= WRITE_GROUP_PAGES:
-                changed = self._start_group()
+                changed = self._ask() if self._must_ask else self._start_group()
         if self._residency.dropped_rows and not self.groups and not self.paused:
             changed |= self._delete_rows()
         if self._touched and (force or now_s - self._touched_at_s >= _TOUCH_EVERY_S):
@@ -256,6 +264,7 @@ class Writeback:
             self._let_go(source)
         if done.error is None:
             self._full_in_a_row = 0
+            self._tell_room()
             self.written_pages += len(sources)
             self.admission.written([source.node for source in sources])
             for source in sources:
@@ -275,8 +284,12 @@ class Writeback:
         if not isinstance(error, StoreFull):
             self.turn_off(str(error) or type(error).__name__)
             return
-        # The store knows better than our count: slots set aside, or a file system that refuses to grow.
         self._full_in_a_row += 1
+        if self._full_in_a_row == 1:
+            # A disk without any space takes no rows and no removals either: whatever went for new pages went in vain.
+            self._must_ask = True
+            return
+        # The store knows better than our count: slots set aside, or a file system that refuses to grow.
         evicted = 0
         while evicted < count and (victim := self._residency.victim(Tier.NVME)) is not None:
             self._residency.evict(victim, Tier.NVME)
@@ -285,10 +298,31 @@ class Writeback:
             self._tell_full(str(error))
             self._pause()
 
+    def _ask(self) -> bool:
+        """Has the store look whether the disk has any space; groups wait for that."""
+        store = self._store
+        if store is None or self.groups:
+            return False
+
+        def asked(done: Completion) -> None:
+            self.groups -= 1
+            self._must_ask = done.error is not None
+            self._rows_done(self._paused_if_full(done))
+
+        if not self._submit_rows(store.require_room, asked):
+            return False
+        self.groups += 1
+        return True
+
     def _tell_full(self, reason: str = "every page in it is in use") -> None:
         if not self._told_full:
-            self._told_full = True
-            self._notify(f"the NVMe tier is full: {reason}; new pages stay in memory until there is room")
+            self._told_full = f"the NVMe tier is full: {reason}; new pages stay in memory until there is room"
+            self._notify(self._told_full)
+
+    def _tell_room(self) -> None:
+        if self._told_full:
+            self._recovered(self._told_full)
+            self._told_full = ""
 
     def _tell_exhausted(self) -> None:
         budget = self.admission.budget
@@ -324,16 +358,21 @@ class Writeback:
         def dropped(done: Completion) -> None:
             if isinstance(done.error, StoreFull):  # even a removal takes a little space: again after a pause
                 rows.update(dict.fromkeys(key for key in keys if not self._is_replaced(key)))
-                self._tell_full(str(done.error))
-                self._pause()
-                done = Completion(done.job, None)
-            self._rows_done(done)
+                self._must_ask = True
+            self._rows_done(self._paused_if_full(done))
 
         if not self._submit_rows(call, dropped):
             return False
         for key in keys:
             del rows[key]
         return True
+
+    def _paused_if_full(self, done: Completion) -> Completion:
+        if not isinstance(done.error, StoreFull):
+            return done
+        self._tell_full(str(done.error))
+        self._pause()
+        return Completion(done.job, None)
 
     def _is_replaced(self, key: PageKey) -> bool:
         """Whether a later write has taken, or takes, the place of a row that was to go."""

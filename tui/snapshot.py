@@ -342,7 +342,8 @@ def _changes(before: EngineReport | None, after: EngineReport | None) -> Iterato
     """What happened between two reports, as far as counters tell."""
     if after is None:
         return
-    for text in after.notices[len(before.notices) if before else 0 :]:
+    known = before.notices if before is not None else ()
+    for text in [text for text in after.notices if text not in known]:  # some go when they are true no more
         yield Change("notice", text.replace("{", "{{").replace("}", "}}"), 0)
     if before is None:
         return

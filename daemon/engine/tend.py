@@ -106,7 +106,7 @@ async def _persist(engine: Engine, prefix_id: str) -> int:
 
     def begin(prefix_id: str) -> int:
         way.extend(prefixes.way(prefix_id))
-        return prefixes.persist(way)
+        return prefixes.persist(way, anew=True)
 
     missing = left = await _change(engine, begin, prefix_id)
     while left:
@@ -129,7 +129,7 @@ async def _change(engine: Engine, verb: Callable[[str], int], prefix_id: str) ->
     except PrefixInUse as exc:
         raise Conflict(str(exc), hint="wait for the request, or `tierd prefix unpin`") from None
     except PrefixNotDurable as exc:
-        raise Conflict(str(exc), hint="`tierd prefix persist` writes them, when the disk tier has room") from None
+        raise Conflict(str(exc), hint=exc.remedy) from None
     except TierFull as exc:
         raise Conflict(str(exc), hint="unpin another prefix, or give tierd more memory") from None
     return pages

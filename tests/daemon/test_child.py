@@ -11,7 +11,7 @@ from front_harness import set_options, until
 from tierd.daemon.broadcast import Broadcast
 from tierd.daemon.child import EngineProcess, EngineState, _without_internals
 from tierd.daemon.errors import EngineFailed, TimedOut, Unsupported
-from tierd.daemon.protocol import Submit
+from tierd.daemon.protocol import Event, Submit
 
 
 @pytest.mark.parametrize(
@@ -124,3 +124,12 @@ async def test_secrets_of_the_front_are_not_handed_on(monkeypatch):
     engine = EngineProcess("m", Broadcast(), python(code))
     await engine.live("{}")
     assert engine.last_words() == "exit code 0: False True"
+
+
+def test_a_notice_goes_when_it_is_true_no_more():
+    engine = EngineProcess("m", Broadcast())
+    for text in ("full", "slow"):
+        engine._handle_news(Event(0, "notice", {"text": text}))
+    for text in ("full", "never said"):
+        engine._handle_news(Event(0, "notice_over", {"text": text}))
+    assert list(engine.notices) == ["slow"]

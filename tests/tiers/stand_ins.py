@@ -71,6 +71,7 @@ class MemoryStore(Store):
         self.reads: list[PageKey] = []
         self.groups: list[int] = []
         self.fail_write: Exception | None = None
+        self.no_room: Exception | None = None
         self.fail_read: Callable[[PageKey], Exception | None] = lambda _key: None
         self.before_read: Callable[[npt.NDArray[np.uint8]], None] = lambda _dest: None
 
@@ -98,6 +99,10 @@ class MemoryStore(Store):
         self.groups.append(len(batch))
         for meta, row in batch:
             self.rows[meta.key] = (meta, bytes(row))
+
+    def require_room(self) -> None:
+        if self.no_room is not None:
+            raise self.no_room
 
     def read_into(self, key: PageKey, dest: npt.NDArray[np.uint8]) -> None:
         self.reads.append(key)

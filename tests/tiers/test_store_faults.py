@@ -105,6 +105,23 @@ def test_directory_removed_under_a_running_store(ram_path: Path, replaced_by: st
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_room_is_asked_for_by_taking_it(ram_path: Path, code: int) -> None:
+    io = FaultyIO(0, code, forever=True, only=("fallocate",))
+    io.armed = False
+    with open_store(ram_path / "kv", io=io.as_io()) as store:
+        store.write([page(1)])
+        before = sorted(path.name for path in (ram_path / "kv").iterdir())
+        store.require_room()
+        io.armed = True
+        with pytest.raises(StoreFull):
+            store.require_room()
+        io.armed = False
+        store.require_room()
+        assert holds(store, 1) and store.check() == []
+        assert sorted(path.name for path in (ram_path / "kv").iterdir()) == before
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_disk_filled_by_others_while_running(ram_path: Path, code: int) -> None:
     """Nothing more fits; what is there is read and can make way for new pages, and the figures say what happened."""
     io = FaultyIO(0, code, forever=True, only=("fallocate",))
@@ -158,7 +175,7 @@ def test_interrupt_in_the_middle_of_a_write(ram_path: Path) -> None:
 def test_real_full_disk(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", mount], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", mount], check=True)
     try:
         with open_store(mount / "kv", capacity_bytes=64 << 20, step_bytes=1 << 20, file_bytes=32 << 20) as store:
             written = 0

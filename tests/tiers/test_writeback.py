@@ -7,9 +7,10 @@ import pytest
 from tests.tiers.fakes import Rig
 from tests.tiers.stand_ins import ManualMover, MemoryStore
 from tierd.tiers import writeback
-from tierd.tiers.errors import StoreFull
+from tierd.tiers.errors import PrefixNotDurable, StoreFull
 from tierd.tiers.page import PageKey
 from tierd.tiers.policy import WRITE_GROUP_PAGES, WRITE_GROUP_WAIT_S
+from tierd.tiers.prefixes import Prefixes
 from tierd.tiers.writeback import PAUSE_S
 
 A = list(range(1, 13))
@@ -78,20 +79,60 @@ def test_a_page_evicted_from_a_small_store_is_not_written_again_before_it_is_use
 
 def test_a_full_store_pauses_the_writes() -> None:
     store = MemoryStore()
-    store.fail_write = StoreFull("no space")
+    store.fail_write = store.no_room = StoreFull("no space")
     rig = Rig(store=store)
     rig.serve(A)
     rig.now_s += 1
     rig.settle()
     assert rig.pager.writeback.paused
+    (told,) = rig.notices
     failed = rig.pager.statistics().failed_writes
     rig.settle()
     assert rig.pager.statistics().failed_writes == failed
-    store.fail_write = None
+    store.fail_write = store.no_room = None
     rig.now_s += PAUSE_S
     rig.settle()
     assert len(store.rows) == 3
-    assert len(rig.notices) == 1
+    assert rig.notices == [told, told.replace("notice:", "notice_over:")], "it is true no more"
+    rig.check()
+    rig.close()
+
+
+def test_a_disk_without_any_space_keeps_what_is_there() -> None:
+    store = MemoryStore(8)
+    rig = Rig(device=32, host=0, store=store)
+    rig.serve(A)
+    rig.now_s += 1
+    rig.settle()
+    kept = set(store.rows)
+    store.fail_write = store.no_room = StoreFull("no space for the index")
+    for start in range(100, 300, 20):
+        rig.serve(list(range(start, start + 12)))
+        rig.now_s += PAUSE_S
+        rig.settle()
+        rig.check()
+    assert set(store.rows) == kept and len(rig.notices) == 1
+    store.fail_write = store.no_room = None
+    rig.now_s += PAUSE_S
+    rig.settle()
+    assert len(store.rows) == 8, "there is room again"
+    rig.check()
+    rig.close()
+
+
+def test_a_disk_that_takes_no_more_pages_but_rows_has_old_pages_make_room() -> None:
+    store = MemoryStore()
+    rig = Rig(device=32, host=0, store=store)
+    rig.serve(A)
+    rig.now_s += 1
+    rig.settle()
+    store.capacity = 3  # the disk is full of other files, the index has room
+    rig.now_s += 1000
+    rig.serve(B)
+    for _ in range(3):
+        rig.now_s += PAUSE_S
+        rig.settle()
+    assert {meta.tokens for meta in store.pages()} == {tuple(B[at : at + 4]) for at in (0, 4, 8)}
     rig.check()
     rig.close()
 
@@ -181,4 +222,28 @@ def test_uses_reach_the_store() -> None:
     hits = {meta.tokens: (meta.hits, meta.last_use_s) for meta in store.pages()}
     assert hits[tuple(A[:4])][0] == 1
     assert hits[tuple(A[:4])][1] >= 150
+    rig.close()
+
+
+def test_who_asks_for_a_prefix_on_disk_does_not_wait_for_the_end_of_a_pause() -> None:
+    store = MemoryStore()
+    store.fail_write = store.no_room = StoreFull("no space")
+    rig = Rig(store=store)
+    rig.serve(A)
+    prefixes = Prefixes(rig.pager, None)
+    way = prefixes.way(prefixes.listing(9)[0][0].id)
+
+    def persist() -> int:
+        left = prefixes.persist(way, anew=True)
+        while left:
+            rig.settle()
+            left = prefixes.persist(way)
+        return left
+
+    for _ in range(2):
+        with pytest.raises(PrefixNotDurable, match="is full") as caught:
+            persist()
+        assert "persist" not in caught.value.remedy, "that is what was tried"
+    store.fail_write = store.no_room = None
+    assert persist() == 0 and len(store.rows) == 3
     rig.close()

@@ -154,7 +154,8 @@ class Exclusive:
             self._supervisor.retire(name)
         if held.stage == "running":
             self._supervisor.history.tell("batch", "the machine is given back")
-        self._supervisor.bring_back(sorted(held.unloaded, key=lambda name: (not self._supervisor.is_pinned(name), name)))
+        pinned_first = sorted(held.unloaded, key=lambda name: (not self._supervisor.is_pinned(name), name))
+        self._supervisor.bring_back(pinned_first)
         self._supervisor.changed.notify()
 
     async def _drain(self, held: _Held, live: Callable[[], int]) -> None:

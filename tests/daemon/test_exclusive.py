@@ -128,7 +128,7 @@ async def test_running_answers_end_first_and_every_model_goes(front: Front) -> N
 
 
 @pytest.mark.parametrize("pinned", ["alpha", "beta"])  # the one of the batch, and another
-async def test_models_that_had_to_go_come_back_pinned_ones_first(fake_models: Path, tmp_path: Path, pinned: str) -> None:
+async def test_models_that_had_to_go_come_back_pinned_first(fake_models: Path, tmp_path: Path, pinned: str) -> None:
     settings = make_settings(tmp_path, pinned_models=(pinned,))
     async with running(settings, max_loaded=0, plan_block=Planner()) as front:
         batch, other = await front.connect(), await front.connect()

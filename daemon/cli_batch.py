@@ -226,6 +226,8 @@ class Batch:
         told = await client.call("reserve", on_progress=say, wait_s=SILENCE_S, **wish)
         for line in told["why"]:
             note(line)
+        if unloaded := told.get("unloaded"):
+            note(f"unloaded for it: {', '.join(map(str, unloaded))}; loaded again when it has ended")
         note(f"planned: {told['planned_tokens_per_s']:g} tokens/s")
         self._tally.restart(time.monotonic())
         streams = int(told["streams"])

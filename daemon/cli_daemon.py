@@ -30,6 +30,7 @@ from tierd.daemon.cli_common import (
     written_today,
 )
 from tierd.daemon.errors import AlreadyRunning, DaemonUnreachable, NotFound, TierdError
+from tierd.daemon.models.catalog import nameless
 from tierd.daemon.units import counted, human_bytes, human_seconds
 
 ANSWER_S = 60.0  # for writing pages to the disk beyond the timeout, before we call it stuck
@@ -69,6 +70,8 @@ def start(flags: dict[str, Any], model: str | None) -> None:
         client, pid, is_ours = spawn(settings, given_flags(flags))
     if is_ours:
         print(f"tierd started, pid {pid}, socket {settings.socket}")
+        for setting, name in nameless(settings):
+            note(f"notice: {setting} names {name}, and no such model is here: `tierd list` shows what there is")
     elif arguments := given_flags({**flags, "socket": None}):
         client.close()
         raise AlreadyRunning(
@@ -92,6 +95,7 @@ def start(flags: dict[str, Any], model: str | None) -> None:
 @click.command()
 @settings_options("socket")
 @click.option("--timeout", type=click.FloatRange(0, 600), default=30.0, show_default=True, help="Seconds it may take.")
+@click.option("--now", "timeout", flag_value=0.0, type=float, help="End running answers at once; pages are written.")
 def stop(flags: dict[str, Any], timeout: float) -> None:
     """Stop the daemon: no new work, running answers end, pages are written, then it exits. Fine where none runs."""
     from tierd.daemon.cli_spawn import wait_until_gone
@@ -109,9 +113,10 @@ def stop(flags: dict[str, Any], timeout: float) -> None:
         except DaemonUnreachable:
             pass  # it was faster than its answer
     what = "the daemon" if not live else counted(live, "answer")
+    at_once = "; `tierd stop --now` does not wait" if live and timeout else ""
     wait_until_gone(
         settings.socket, pid if isinstance(pid, int) else 0, timeout + ANSWER_S,
-        on_wait=lambda: note(f"waiting for {what} to end (up to {timeout:g} s)"),
+        on_wait=lambda: note(f"waiting for {what} to end (up to {timeout:g} s{at_once})"),
     )  # fmt: skip
     print("tierd stopped")
 

@@ -44,7 +44,10 @@ def launch(
     url, name, context = _look(settings, model or settings.default_model, must_run=mode == "run")
     setup = setup_of(client, url, name, api_key)
     if 0 < context < WANTED_CONTEXT:
-        note(f"{name} has a context of {context} tokens; {client} is made for {WANTED_CONTEXT} and more")
+        note(
+            f"{name} has a context of {context} tokens; {client} is made for {WANTED_CONTEXT} and more: name a "
+            "model that has them with --model (`tierd list` shows contexts, `tierd pull` fetches models)"
+        )
     if mode == "run":
         _start(client, setup, args)
     _show(setup, args, secret=api_key if text or settings.api_key else "")

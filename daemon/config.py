@@ -147,13 +147,14 @@ class Settings:
         metadata=_setting("of a context: all (empty), window=N, sinks=S,window=W, select=K or h2o=N", memory_mode),
     )
     kv_exact_first: int = field(
-        default=0, metadata=_setting("first tokens that are kept exact, too, where pages are packed", exact_tokens)
+        default=0,
+        metadata=_setting("first tokens kept exact, too, where pages are packed; in blocks of 32", exact_tokens),
     )
     kv_exact_last: int = field(
         default=0,
         metadata=_setting(
-            "newest tokens that are kept exact, too, where pages are packed: those of a token's own block of so many; "
-            "0: off",
+            "newest tokens that are kept exact, too, where pages are packed: those of a token's own block of so many, "
+            "a multiple of 32; 0: off",
             exact_tokens,
         ),
     )
@@ -377,9 +378,11 @@ def _check_ladder(settings: Settings, origins: Mapping[str, str]) -> None:
     first, last = settings.kv_exact_first, settings.kv_exact_last
     what, hint = "", ""
     if first and not last:
-        what, hint = f"kv_exact_first = {first} ({origins['kv_exact_first']}) needs kv_exact_last", "for example 128"
+        what = f"kv_exact_first, {first} tokens in blocks of 32 ({origins['kv_exact_first']}), needs kv_exact_last"
+        hint = "for example --kv-exact-last 128"
     elif last and settings.kv_format in _EXACT_FORMATS:
-        what = f"kv_exact_last = {last} ({origins['kv_exact_last']}): pages of {settings.kv_format} are exact anyway"
+        pages = "auto (fp32, or bf16 on a card)" if settings.kv_format == "auto" else settings.kv_format
+        what = f"kv_exact_last = {last} ({origins['kv_exact_last']}): pages of {pages} are exact anyway"
         hint = "leave it out, or choose a packed kv_format: k8v8, k8v4, k4v8, k4v4 or fp8"
     elif last and settings.kv_mode:
         what = f"kv_exact_last = {last} ({origins['kv_exact_last']}) excludes kv_mode = {settings.kv_mode}"

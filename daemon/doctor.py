@@ -81,6 +81,7 @@ def examine(
     yield files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield directory_finding("models", settings.models_dir)
     yield models_finding(settings.models_dir)
+    yield from named_findings(settings)
     yield directory_finding("cache", settings.cache_dir)
     yield space_finding(settings, machine)
     yield from disk_findings(settings.cache_dir)
@@ -212,6 +213,13 @@ def models_finding(models_dir: Path) -> Finding:
     if not listed:
         return Finding("prepared", State.NOTE, "no model is prepared", "`tierd pull smollm2:135m`")
     return Finding("prepared", State.OK, ", ".join(model.name for model in listed))
+
+
+def named_findings(settings: Settings) -> Iterator[Finding]:
+    """Models that settings name and that are not here."""
+    for setting, name in catalog.nameless(settings):
+        text = f"{setting} names {name}, and no such model is here"
+        yield Finding("named models", State.WARNING, text, f"name another, or fetch it: `tierd pull {name}`")
 
 
 def space_finding(settings: Settings, machine: Machine) -> Finding:

@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 
 from tierd.daemon.config import Settings
+from tierd.daemon.errors import TierdError
 from tierd.daemon.machine import Sizes
+from tierd.daemon.paths import make_private_dir
 from tierd.daemon.settled import kv_root
 
 ENGINE_CONFIG_VARIABLE = "TIERD_ENGINE_CONFIG"  # how an `EngineConfig` gets to its process
@@ -49,6 +51,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _why_no_disk(settings: Settings, sizes: Sizes) -> str:
     if settings.nvme_mem is not None or sizes.nvme_bytes:
         return ""
+    try:
+        make_private_dir(kv_root(settings))
+    except (OSError, TierdError) as exc:
+        why = (exc.strerror if isinstance(exc, OSError) else None) or exc
+        return f"{kv_root(settings)} can't be made ({why}); choose another --cache-dir"
     return (
         f"the disk of {kv_root(settings)} has too little free space (it takes a tenth of what is free); choose another "
         "--cache-dir, or say with --nvme-mem how much it may take"

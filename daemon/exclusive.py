@@ -3,7 +3,7 @@
 A batch that streams weights shares each reading of them among its sequences, so it gains from every other load being
 away: `reserve` lets what runs end, unloads every model, and starts the one of the batch with as many sequences at once
 as the planner says. Whoever asks meanwhile is told so, and how long it will take. It belongs to a connection: when that
-ends, for whatever reason, the machine is given back: pinned models come back, others with the next request.
+ends, for whatever reason, the machine is given back: the models that were loaded come back, pinned ones first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Held:
     done: int = 0
     left_s: float | None = None
     block: Block | None = None
-    pinned: set[str] = field(default_factory=set)  # models that had to go for it, and come back
+    unloaded: set[str] = field(default_factory=set)  # models that had to go for it, and come back
 
     def told(self) -> dict[str, Any]:
         """What `ps` and `status` say of it."""
@@ -58,6 +58,7 @@ class _Held:
             "rows": block.rows if block is not None else None,
             "planned_tokens_per_s": round(block.tokens_per_s, 2) if block is not None else None,
             "why": list(block.why) if block is not None else [],
+            "unloaded": sorted(self.unloaded),
         }
 
 
@@ -141,7 +142,7 @@ class Exclusive:
     def release(self, holder: object) -> None:
         """Give the machine back, if `holder` has it: its engine ends when nothing runs on it any more.
 
-        Pinned models that were unloaded for it are loaded again then.
+        Models that were unloaded for it are loaded again then, pinned ones first.
         """
         held = self._held
         if held is None or held.holder is not holder:
@@ -153,7 +154,8 @@ class Exclusive:
             self._supervisor.retire(name)
         if held.stage == "running":
             self._supervisor.history.tell("batch", "the machine is given back")
-        self._supervisor.bring_back(sorted(held.pinned))
+        pinned_first = sorted(held.unloaded, key=lambda name: (not self._supervisor.is_pinned(name), name))
+        self._supervisor.bring_back(pinned_first)
         self._supervisor.changed.notify()
 
     async def _drain(self, held: _Held, live: Callable[[], int]) -> None:
@@ -168,8 +170,8 @@ class Exclusive:
             held.stage = f"waiting for {what}"
             if not asked:
                 for name, engine in self._supervisor.engines.items():
-                    if not engine.busy and self._supervisor.unload(name) and self._supervisor.is_pinned(name):
-                        held.pinned.add(name)
+                    if not engine.busy and self._supervisor.unload(name):
+                        held.unloaded.add(name)
             await self._wait(held, _LOOK_S)
 
     def _asked(self, live: Callable[[], int]) -> str:

@@ -49,7 +49,7 @@ class Failures:
         elif len(deaths) == CRASH_LIMIT and now_s - deaths[0] < CRASH_WINDOW_S:
             error = EngineFailed(
                 f"the engine of {name} died {CRASH_LIMIT} times within {CRASH_WINDOW_S:.0f} s; {last_words}",
-                hint=LOGS_HINT,
+                hint=f"asking again after a moment starts it anew; {LOGS_HINT}",
             )
             self._refuse(name, error, now_s)
         elif was_ready:

@@ -165,10 +165,10 @@ class _Daemon:
         log.info("stopped")
 
     async def _drain(self) -> int:
-        """Wait for the live requests, until they end, the deadline passes, or a second signal comes."""
+        """Wait for the live requests, until they end, the deadline passes, or a second signal or `stop --now` comes."""
         drain_s = max(0.0, self._service.stop_timeout_s - FAREWELL_S - ENGINES_S)
         drain = asyncio.create_task(self._service.drain(drain_s))
-        while not drain.done() and self._signals < 2:
+        while not drain.done() and self._signals < 2 and self._service.stop_timeout_s:
             await asyncio.wait([drain], timeout=0.1)
         drain.cancel()
         return self._service.live
@@ -188,6 +188,12 @@ def _watched_card(settings: Settings, open_card: Callable[[], CardReader]) -> Ca
     """The card whose memory pages are to give way for; None where they are not to. Raises BadConfig."""
     if not settings.yield_device_mem:
         return None
+    if settings.card == "off":
+        raise BadConfig(
+            "yield_device_mem is set, and card is off: there is no memory of a card to give way in",
+            hint="leave out --yield-device-mem or --card off",
+            param="yield_device_mem",
+        )
     try:
         return CardThread(open_card, ANSWER_S)
     except CardError as exc:

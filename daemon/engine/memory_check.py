@@ -41,7 +41,8 @@ def check_memory(config: EngineConfig, manifest: Manifest, total_bytes: int) -> 
     asked = " and ".join(f"{name} of {human_bytes(sizes[name])}" for name in blamed)
     raise BadConfig(
         f"{asked} {'is' if len(blamed) == 1 else 'are'} more than this machine's memory of {human_bytes(total_bytes)}",
-        hint=f"give less with {' and '.join(flag_of(name) for name in blamed)}, or auto",
+        hint=f"give less with {' and '.join(flag_of(name) for name in blamed)}"
+        f"{'' if 'kv_exact_last' in blamed else ', or auto'}",  # that is a number and nothing else
         param=blamed[0],
     )
 

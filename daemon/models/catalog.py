@@ -15,7 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -23,6 +23,9 @@ from tierd.daemon.errors import BadRequest, Conflict, ModelInvalid, ModelNotFoun
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.records import RECORD_ALIGN_BYTES, TENSOR_ALIGN_BYTES
 from tierd.daemon.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from tierd.daemon.config import Settings
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 # hf:owner/name, with @revision and, for repositories of GGUF files, :quantization.
@@ -188,6 +191,23 @@ def find(models_dir: Path, ref: str) -> tuple[Path, Manifest]:
         return path, load_manifest(path)
     except ModelFileError as exc:
         raise ModelInvalid(f"model {name!r} is broken: {exc}", param="model") from exc
+
+
+def nameless(settings: Settings) -> list[tuple[str, str]]:
+    """Settings and the models they name that are neither here nor fetched when they are asked for."""
+    from tierd.daemon.models.fetch import PACKAGED  # it imports this module
+
+    named = [("default_model", settings.default_model), *(("pinned_models", name) for name in settings.pinned_models)]
+    found = []
+    for setting, ref in named:
+        try:
+            name = parse_ref(ref)
+            is_here = name in PACKAGED or (settings.models_dir / name).is_dir()
+        except BadRequest:
+            is_here = False
+        if not is_here:
+            found.append((setting, ref))
+    return found
 
 
 def not_prepared(models_dir: Path, ref: str) -> ModelNotFound:

@@ -18,9 +18,11 @@ from front_harness import Daemon, Front, Wire, make_model, make_settings, runnin
 from made_up_card import GIB, MadeUpCard
 
 from tierd.daemon import card_watch
-from tierd.daemon.card import CardThread
+from tierd.daemon.card import CardThread, Nvml
 from tierd.daemon.card_watch import CardWatch
 from tierd.daemon.child import EngineState
+from tierd.daemon.errors import BadConfig
+from tierd.daemon.lifecycle import _watched_card
 from tierd.daemon.machine import Machine
 
 RESERVE = 2 * GIB
@@ -322,3 +324,8 @@ def test_a_daemon_that_can_watch_no_card_does_not_start(tmp_path: Path, daemon: 
     refused.process.wait(20)
     said = refused.end()
     assert refused.process.returncode == 78 and "the card can't be watched: NVML" in said
+
+
+def test_a_card_that_is_off_has_nothing_to_give_way_in(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="card is off"):
+        _watched_card(make_settings(tmp_path, yield_device_mem=1 << 30, card="off"), Nvml)

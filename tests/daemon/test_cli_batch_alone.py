@@ -11,7 +11,7 @@ from cli_rig import Cli
 
 from tierd.daemon.errors import Conflict
 
-GIVEN = {"streams": 8, "why": ["8 sequences at once"], "planned_tokens_per_s": 12.5}
+GIVEN = {"streams": 8, "why": ["8 sequences at once"], "unloaded": ["beta"], "planned_tokens_per_s": 12.5}
 ALONE = (*COMMAND, "--exclusive")
 
 
@@ -33,6 +33,7 @@ def test_the_machine_is_asked_for_and_given_back(cli: Cli) -> None:
     assert said.code == 0 and "30 answered" in said.out, said.err
     (wish,) = alone(front, "reserve")
     assert (wish["model"], wish["requests"], wish["answer_tokens"], wish["streams"]) == ("alpha", 30, 10, None)
+    assert "unloaded for it: beta; loaded again" in said.err
     assert front.most == 10 and "8 sequences at once" in said.err and "planned: 12.5 tokens/s" in said.err
     assert alone(front, "reserved")[-1]["done"] == 30 and len(alone(front, "release")) == 1
     ops = [request.op for request in front.requests]

@@ -134,6 +134,10 @@ def test_stop_waits_until_it_is_gone(cli: Cli) -> None:
         front.answers["status"] = {"pid": 0}
         assert cli("stop", "--timeout", "3").out == "tierd stopped\n"
         assert front.requests[-1].args == {"timeout_s": 3.0}
+    with cli.front() as front:
+        front.answers["status"] = {"pid": 0}
+        assert cli("stop", "--now").out == "tierd stopped\n"
+        assert front.requests[-1].args == {"timeout_s": 0.0}
 
 
 def test_a_stop_where_nothing_runs_is_fine(cli: Cli) -> None:
@@ -149,7 +153,8 @@ def test_stop_tells_what_it_waits_for(cli: Cli, monkeypatch: pytest.MonkeyPatch,
     with cli.front() as front:
         front.answers["status"] = {"pid": 0, "queue": {"live": live}}
         said = cli("stop", "--timeout", "3")
-    assert said.err == f"waiting for {what} to end (up to 3 s)\n" and said.out == "tierd stopped\n"
+    at_once = "; `tierd stop --now` does not wait" if live else ""
+    assert said.err == f"waiting for {what} to end (up to 3 s{at_once})\n" and said.out == "tierd stopped\n"
 
 
 def test_start_of_a_running_daemon(cli: Cli) -> None:

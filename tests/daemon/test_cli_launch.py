@@ -64,7 +64,7 @@ def test_a_running_daemon_says_where_it_listens_and_what_the_model_holds(cli: Cl
     with front(cli):
         said = cli("launch", "claude", "--print")
     assert "ANTHROPIC_BASE_URL=http://127.0.0.1:9" in said.out and "smollm2-135m" in said.out
-    assert "2048 tokens" in said.err
+    assert "2048 tokens" in said.err and "name a model that has them with --model" in said.err
 
 
 def test_a_model_that_is_not_there_is_told_in_place_of_a_setup(cli: Cli) -> None:

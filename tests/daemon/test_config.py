@@ -160,9 +160,9 @@ def test_exact_tokens_beside_packed_pages(env: dict[str, str], file: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"kv_exact_last": 64}, "kv_exact_last = 64 .flag --kv-exact-last.: pages of auto are exact anyway"),
+        ({"kv_exact_last": 64}, "flag --kv-exact-last.: pages of auto .fp32, or bf16 on a card. are exact anyway"),
         ({"kv_exact_last": 64, "kv_format": "bf16"}, "pages of bf16 are exact anyway"),
-        ({"kv_exact_first": 4, "kv_format": "k8v8"}, "kv_exact_first = 32 .* needs kv_exact_last"),
+        ({"kv_exact_first": 4, "kv_format": "k8v8"}, "kv_exact_first, 32 tokens in blocks of 32 .*, needs"),
         ({"kv_exact_last": 64, "kv_format": "k8v8", "kv_mode": "window=64"}, "excludes kv_mode = window=64"),
         ({"kv_exact_last": 70000, "kv_format": "k8v8"}, "a whole number from 0 to 65536"),
         ({"kv_exact_last": "-1", "kv_format": "k8v8"}, "a whole number from 0 to 65536"),
@@ -261,6 +261,7 @@ def test_a_disk_tier_that_nobody_turned_off_says_why_it_is_off(env: dict[str, st
         return engine_config(settings, resolve_sizes(settings, Machine(GB, GB, disk)), tmp_path).nvme_off_reason
 
     assert "too little free space" in reason(100 << 20)
+    assert "/proc/nope/kv can't be made (" in reason(0, cache_dir="/proc/nope")
     assert reason(GB) == "" and reason(100 << 20, nvme_mem="0") == "" and reason(0, nvme_mem="1GB") == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import socket
@@ -29,8 +30,8 @@ def test_everything_is_looked_at_and_what_is_bad_has_a_remedy(tmp_path: Path) ->
     found = list(doctor.examine(make_settings(tmp_path), lambda: "1.0", "1.0"))
     names = [finding.name for finding in found]
     assert names == [
-        "config", "python", "cpu", "memory", "gpu", "memlock", "open files", "models", "prepared", "cache",
-        "disk space", "O_DIRECT", "disk speed", "kernels", "socket", "daemon", "measured",
+        "config", "python", "cpu", "memory", "gpu", "memlock", "open files", "models", "prepared", "named models",
+        "cache", "disk space", "O_DIRECT", "disk speed", "kernels", "socket", "daemon", "measured",
     ]  # fmt: skip
     assert all(finding.remedy for finding in found if finding.state in (State.WARNING, State.PROBLEM))
     assert not [finding for finding in found if finding.state is State.PROBLEM]
@@ -108,6 +109,17 @@ def test_models_that_are_broken_are_named(tmp_path: Path) -> None:
     (tmp_path / "beta" / "manifest.json").write_text("{")
     assert doctor.models_finding(tmp_path).state is State.WARNING
     assert doctor.models_finding(tmp_path / "none").remedy == "`tierd pull smollm2:135m`"
+
+
+def test_models_that_settings_name_and_that_are_not_there_are_told(tmp_path: Path) -> None:
+    make_model(tmp_path / "models", "alpha")
+    settings = make_settings(tmp_path, models_dir=tmp_path / "models", default_model="alpha")
+    assert list(doctor.named_findings(settings)) == []
+    pinned = ("alpha", "no/where", "smollm2:135m")  # the last one is fetched when it is asked for
+    settings = dataclasses.replace(settings, default_model="nope", pinned_models=pinned)
+    found = list(doctor.named_findings(settings))
+    assert [one.text.split(",")[0] for one in found] == ["default_model names nope", "pinned_models names no/where"]
+    assert {one.state for one in found} == {State.WARNING}
 
 
 @pytest.mark.parametrize(

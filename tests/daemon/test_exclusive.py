@@ -128,16 +128,17 @@ async def test_running_answers_end_first_and_every_model_goes(front: Front) -> N
 
 
 @pytest.mark.parametrize("pinned", ["alpha", "beta"])  # the one of the batch, and another
-async def test_pinned_models_that_had_to_go_come_back(fake_models: Path, tmp_path: Path, pinned: str) -> None:
+async def test_models_that_had_to_go_come_back_pinned_first(fake_models: Path, tmp_path: Path, pinned: str) -> None:
     settings = make_settings(tmp_path, pinned_models=(pinned,))
     async with running(settings, max_loaded=0, plan_block=Planner()) as front:
         batch, other = await front.connect(), await front.connect()
         await batch.call("load", model="alpha")
         await batch.call("load", model="beta")
-        await batch.call("reserve", **WISH)
+        assert (await batch.call("reserve", **WISH))["unloaded"] == ["alpha", "beta"]
         await batch.call("release")
-        await until(lambda: [e.state for e in front.supervisor.engines.values()] == ["ready"])
+        await until(lambda: [e.state for e in front.supervisor.engines.values()] == ["ready", "ready"])
         engine = front.engine(pinned)
+        assert next(iter(front.supervisor.engines.values())) is engine
         assert not engine.retiring and engine.chosen["max_streams"] == 16
         other.generate(1, "!hang", model=pinned)  # one that does not get the machine brings them back, too
         await until(lambda: engine.streams)
@@ -150,15 +151,15 @@ async def test_pinned_models_that_had_to_go_come_back(fake_models: Path, tmp_pat
         await other.until_end(1)
 
 
-async def test_pinned_models_come_back_when_the_batch_does_not_fit(front: Front, planner: Planner) -> None:
+async def test_models_come_back_when_the_batch_does_not_fit(front: Front, planner: Planner) -> None:
     planner.block = None
     batch = await front.connect()
     await batch.call("load", model="beta")
     await batch.call("load", model="alpha")
-    gone = front.engine("beta")
+    gone = [front.engine("beta"), front.engine("alpha")]
     assert (await ask(batch, "reserve", **WISH)).data["code"] == "out_of_space"
-    await until(lambda: "beta" in front.supervisor.engines and front.engine("beta").state == "ready")
-    assert front.engine("beta") is not gone and "alpha" not in front.supervisor.engines
+    await until(lambda: [e.state for e in front.supervisor.engines.values()] == ["ready", "ready"])
+    assert not set(front.supervisor.engines.values()) & set(gone)
 
 
 async def test_a_pinned_model_that_does_not_come_back_is_left(front: Front, fake_models: Path) -> None:

@@ -31,8 +31,9 @@ def test_deaths_in_a_row_are_a_loop(was_ready: bool) -> None:
     for number in range(CRASH_LIMIT):
         failures.check("a", float(number))
         crash(failures, float(number), was_ready=was_ready)
-    with pytest.raises(EngineFailed, match="3 times within 60 s; signal 9"):
+    with pytest.raises(EngineFailed, match="3 times within 60 s; signal 9") as caught:
         failures.check("a", float(CRASH_LIMIT))
+    assert "asking again" in str(caught.value.hint)
 
 
 def test_deaths_far_apart_or_of_engines_that_were_of_use_are_none() -> None:

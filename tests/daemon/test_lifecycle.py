@@ -164,7 +164,7 @@ async def rest(wire: Wire) -> list:
         await wire.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, "stop"])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, "stop", "stop, then stop now"])
 def test_stop_under_load_ends_each_stream_once(daemon, fake_models, how):
     set_options(fake_models / "alpha", token_s=0.02)
     one = daemon(times={"STOP_TIMEOUT_S": 6.0})
@@ -172,9 +172,10 @@ def test_stop_under_load_ends_each_stream_once(daemon, fake_models, how):
 
     async def under_load():
         wires = await open_streams(one, 20, 4000)
-        if how == "stop":
+        if isinstance(how, str):
             control = await Wire.connect(one.socket)
-            await control.call("stop", timeout_s=6)
+            for timeout_s in [6] if how == "stop" else [600, 0]:
+                await control.call("stop", timeout_s=timeout_s)
             await control.close()
         else:
             one.signal(how)

@@ -135,7 +135,7 @@ def lost_in_a_resize(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resize.Resizer, "_copied", lambda self, _slot: self._pager.device.alloc(SlotState.PRIVATE))
 
 
-FIRST_SEEDS = {careless_eviction: 700}  # where a mutant is rarely met, not far before that: the others cost time
+FIRST_SEEDS = {careless_eviction: 1095}  # where a mutant is rarely met, not far before that: the others cost time
 
 
 @pytest.mark.parametrize(

@@ -87,3 +87,13 @@ def test_copies_that_no_machine_holds_are_refused_before_anything_is_loaded() ->
     with pytest.raises(BadConfig, match="kv_exact_last of .* more than this machine's memory") as refused:
         check_memory(config(**sizes, kv_exact_last=1 << 20), MANIFEST, 2 << 20)
     assert "--kv-exact-last" in (refused.value.hint or "")
+
+
+def test_a_hint_names_auto_only_where_it_is_a_value() -> None:
+    exact = {"kv_format": "k4v4", "kv_exact_first": 65536, "kv_exact_last": 65536, "card": False, "weights_bytes": None}
+    with pytest.raises(BadConfig, match="kv_exact_last of") as caught:
+        check_memory(config(**exact), MANIFEST, 64 * MIB)
+    assert "auto" not in str(caught.value.hint)
+    with pytest.raises(BadConfig, match="device_mem of") as caught:
+        check_memory(config(card=False, weights_bytes=None), MANIFEST, MIB)
+    assert str(caught.value.hint).endswith(", or auto")

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from tierd.daemon.engine.model.card_memory import Card
-from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S, HeldWeights
+from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights_card import CardWeights
+from tierd.daemon.engine.model.weights_status import WEIGHTS_TIMEOUT_S
 from tierd.daemon.engine.selection import Selection
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.kv_mode import Kind

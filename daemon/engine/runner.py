@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tierd.daemon.engine.batch import Addresses, Batch, Ints
 from tierd.daemon.engine.heavy import Masses
-from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S
+from tierd.daemon.engine.model.weights_status import WEIGHTS_TIMEOUT_S
 from tierd.daemon.engine.selection import CardChoosing, Choosing, Selection, Wanted
 from tierd.daemon.errors import Unsupported
 from tierd.kernels.layout import PageLayout

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from tierd.daemon.engine.model.held import NotMoved
+from tierd.daemon.engine.model.weights_status import NotMoved
 from tierd.daemon.errors import (
     BadRequest,
     Conflict,

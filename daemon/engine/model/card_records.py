@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierd.daemon.engine.model.card_memory import Card, CardFull, PassMemory, PassNeeds, pieces_of
-from tierd.daemon.engine.model.held import WEIGHTS_TIMEOUT_S, NotMoved
 from tierd.daemon.engine.model.load import RecordView, layer_of, map_file, record_named
 from tierd.daemon.engine.model.passing import PassingLayers
 from tierd.daemon.engine.model.pieces import open_file, read_record
-from tierd.daemon.engine.model.weights_status import Counted
+from tierd.daemon.engine.model.weights_status import WEIGHTS_TIMEOUT_S, Counted, NotMoved
 from tierd.daemon.errors import ModelInvalid
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import MAX_SLOTS, head_record

@@ -9,14 +9,6 @@ from tierd.daemon.engine.model.experts import StreamedExperts
 from tierd.daemon.engine.model.weights_status import WeightRow, WeightsStatus
 from tierd.kernels.cpu.weights import DecoderShape, Ints, Part, Rows
 
-WEIGHTS_TIMEOUT_S = 60.0  # for one layer to come, or the rows of an embedding
-
-
-class NotMoved(Exception):
-    """Weights stay where they are, for now: there is no memory, or something does not end. The text says what, with
-    numbers. Passes go on.
-    """
-
 
 class HeldWeights(Protocol):
     """`ModelWeights` on the CPU, `CardWeights` on a card. Threading: the step thread's, once it is built."""

@@ -7,6 +7,13 @@ from typing import NamedTuple
 import msgspec
 
 _KEPT = 0.8  # of what earlier passes say about the rate, with each further pass
+WEIGHTS_TIMEOUT_S = 60.0  # for one layer to come, or the rows of an embedding
+
+
+class NotMoved(Exception):
+    """Weights stay where they are, for now: there is no memory, or something does not end. The text says what, with
+    numbers. Passes go on.
+    """
 
 
 class WeightsStatus(msgspec.Struct, frozen=True):

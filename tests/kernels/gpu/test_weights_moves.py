@@ -13,7 +13,7 @@ from tests.counts import counted
 from tests.kernels.gpu.card_bench import Bench, least_bytes
 from tests.kernels.gpu.cards import LAYERS, prepared
 from tierd.daemon.engine.model import card_records
-from tierd.daemon.engine.model.held import NotMoved
+from tierd.daemon.engine.model.weights_status import NotMoved
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import place_on_card

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ import pytest
 from front_harness import make_settings, running
 
 from tests.daemon.engine.test_exact_turns import TEMPLATE
+from tests.daemon.templates import with_template
 from tierd.daemon.api import web
 from tierd.daemon.child import WORKER
 from tierd.daemon.config import Settings
@@ -271,9 +271,8 @@ def settings_for(models_dir: Path, tmp_path: Path, pages_mib: int) -> Settings:
 
 
 async def test_a_chat_with_tools_reuses_its_history_in_every_dialect(model_dir, tmp_path):
-    directory = tmp_path / "models" / MODEL
-    shutil.copytree(model_dir, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)  # its own knows no tools
+    (tmp_path / "models").mkdir()
+    with_template(model_dir, tmp_path / "models" / MODEL, TEMPLATE)  # its own knows no tools
     check(await converse(settings_for(tmp_path / "models", tmp_path, 512), TURNS), calls=TURNS // 2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.engine.live import Live
+from tests.daemon.templates import with_template
 from tierd.daemon.protocol import Event, Message, Sampling, Submit, Tool, ToolCall
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -96,10 +96,7 @@ def answer(live: Live, submit: Submit) -> tuple[str, list[dict[str, Any]], Event
 @pytest.fixture
 def tooled(model_dir: Path, tmp_path: Path) -> Path:
     """The default model with a template that knows tools."""
-    found = tmp_path / "model"
-    shutil.copytree(model_dir, found)
-    (found / "chat_template.jinja").write_text(TEMPLATE)
-    return found
+    return with_template(model_dir, tmp_path / "model", TEMPLATE)
 
 
 @pytest.mark.parametrize("turns", [3, pytest.param(10, marks=pytest.mark.long)])

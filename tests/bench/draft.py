@@ -1,11 +1,14 @@
 """A draft model beside a model whose weights are streamed from the disk: the same answers with it and without, in turn.
 
-    python -m tests.bench.draft [--models DIR] [--tokens 32] [--rounds 3] [--json FILE]
+    python -m tests.bench.draft [--models DIR] [--tokens 32] [--rounds 3] [--kinds prose,drawn,noise] [--json FILE]
+    python -m tests.bench.draft --kinds copies --model DIR --tokens 96
 
 The main model is SmolLM2-135M in fp32 with as little memory as there can be, its draft the same in int4: half a
 gigabyte is read for each token, and what is guessed is nearly always right. A larger main model gains as much; its
 draft guesses worse, and costs less beside it. `prose` is greedy, `drawn` at temperature 0.8, `noise` random tokens at
-temperature 2: nobody can guess those. The two sides take turns, each first in every other round; medians count.
+temperature 2: nobody can guess those. `copies` edits a text: the look-up in the text itself guesses (with `--model`, a
+prepared one that can do that), and is what the two sides differ in. They take turns, each first in every other round;
+medians count.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tests.daemon.engine.live import Live
-from tierd.daemon.engine.guesses import Guesses
+from tierd.daemon.engine.speculate import Speculate
 from tierd.daemon.models import fetch
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.importer import import_model
@@ -29,6 +32,7 @@ from tierd.daemon.paths import cache_dir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAX_ROWS = 128
+AUTO, OFF = Speculate.AUTO, Speculate.OFF
 PROMPTS = (
     "Explain how a bicycle stays upright while it is moving.",
     "Write a short story about a lighthouse keeper.",
@@ -36,6 +40,31 @@ PROMPTS = (
     "A recipe for bread needs",
     "In the year 1969",
 )
+# To be written once more with another name.
+CODE = '''
+def mean_of(rows, column):
+    total = 0.0
+    count = 0
+    for row in rows:
+        value = row.get(column)
+        if value is None:
+            continue
+        total += float(value)
+        count += 1
+    if not count:
+        raise ValueError(f"no row has {column}")
+    return total / count
+
+
+def largest_of(rows, column):
+    found = None
+    for row in rows:
+        value = row.get(column)
+        if value is not None and (found is None or value > found):
+            found = value
+    return found
+'''
+NAMES = ("field", "name", "key", "label", "heading")
 
 
 def prepared(models: Path) -> tuple[Path, Path]:
@@ -57,6 +86,9 @@ def least_bytes(model: Path) -> int:
 
 def asks(kind: str, number: int, tokens: int) -> dict[str, Any]:
     more: dict[str, Any] = {"max_tokens": tokens}
+    if kind == "copies":
+        order = f"Write this code again, unchanged, but call `column` `{NAMES[number % len(NAMES)]}`. Only the code."
+        return more | {"messages": [("user", f"{order}\n```python{CODE}```")]}
     if kind == "noise":
         rng = np.random.default_rng(number)
         words = [int(token) for token in rng.integers(100, 48_000, 24)]
@@ -71,20 +103,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", default="prose,drawn,noise")
+    parser.add_argument("--model", type=Path, help="prepared; then there is no draft model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    model, small = prepared(options.models)
+    options.models.mkdir(parents=True, exist_ok=True)
+    model, small = (options.model, "") if options.model else prepared(options.models)
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.models) as work, Live(
-        model, Path(work), device=64, nvme=0, context=256, max_streams=4, max_batch_rows=MAX_ROWS,
+        model, Path(work), device=64, nvme=0, context=768, max_streams=4, max_batch_rows=MAX_ROWS,
         weights_bytes=least_bytes(model), draft_dir=str(small),
     ) as live:  # fmt: skip
         speculator = live.engine.loop._streams._steps.speculator
         guesses = speculator.guesses
-        assert guesses is not None
+        assert (guesses is None) == bool(options.model)
 
-        def use(which: Guesses | None) -> None:
-            live.engine.loop.call(lambda: setattr(speculator, "guesses", which)).result(60)
+        def use(on: bool) -> None:
+            what = ("guesses", guesses if on else None) if guesses else ("mode", AUTO if on else OFF)
+            live.engine.loop.call(lambda: setattr(speculator, *what)).result(60)
 
         for kind in options.kinds.split(","):
             ratios, drafted, accepted = [], 0, 0
@@ -92,7 +127,7 @@ def main() -> None:
                 rates: dict[bool, float] = {}
                 answers: dict[bool, list[int]] = {}
                 for on in (number % 2 == 0, number % 2 == 1):
-                    use(guesses if on else None)
+                    use(on)
                     ((answers[on], end),) = live.run([asks(kind, number, options.tokens)], 600.0)
                     assert end.ev == "done", end
                     rates[on] = end.data["timings"].decode_tokens_per_s
@@ -102,10 +137,12 @@ def main() -> None:
                 assert answers[True] == answers[False], (kind, number)
                 ratios.append(rates[True] / rates[False])
                 print(f"{kind} {number}: {rates[False]:.2f} -> {rates[True]:.2f} tok/s", flush=True)
-                print(guesses.statistics(), flush=True)
+                if guesses:
+                    print(guesses.statistics(), flush=True)
             figures[kind] = {"ratio": statistics.median(ratios), "drafted": drafted, "accepted": accepted}
             print(kind, figures[kind], flush=True)
-        figures["draft"] = guesses.statistics()
+        if guesses:
+            figures["draft"] = guesses.statistics()
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from tierd.tiers.keys import TOKEN_BYTES
 from tierd.tiers.prefix import Node
 from tierd.tiers.residency import Residency
 
@@ -20,9 +19,7 @@ class Distrust:
         self._left: list[Node] = []
 
     def add(self, nodes: Sequence[Node]) -> None:
-        """These pages are to be computed anew by whoever wants them next; so are those that go on from them, and those
-        that begin with a token of theirs after the same text, for a page may have been copied as far as that goes.
-        """
+        """These pages, and those that go on from them, are to be computed anew by whoever wants them. Pins stay."""
         if not nodes:
             return
         found: list[Node] = []
@@ -32,11 +29,10 @@ class Distrust:
             if node.key not in seen:
                 seen.add(node.key)
                 found.append(node)
-                index, first = self._residency.index, node.packed[:TOKEN_BYTES]
-                waiting += index.children(node.key)
-                waiting += (each for each in index.children(node.parent) if each.packed[:TOKEN_BYTES] == first)
-        self._left += found
-        log.error("the model gave no numbers: %d pages that it computed are forgotten", len(found))
+                waiting += self._residency.index.children(node.key)
+        known = {node.key for node in self._left}
+        self._left += (node for node in found if node.key not in known and not node.kept)
+        log.error("the model gave no numbers: %d pages of a text, and of those that go on from it, go", len(found))
 
     def work(self) -> None:
         """Forgets what nobody needs any more. To be called now and then."""
@@ -44,7 +40,7 @@ class Distrust:
             return
         left: list[Node] = []
         for node in reversed(self._left):
-            if not node.alive:
+            if not node.alive or node.kept:
                 continue
             if self._residency.is_idle(node):
                 self._residency.forget(node)

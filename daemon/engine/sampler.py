@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tierd.daemon.errors import EngineFailed
+from tierd.daemon.errors import BadRequest, EngineFailed
 from tierd.daemon.protocol import Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -159,30 +159,40 @@ class Sampler:
             self._guide.accept(token)
 
     def sample(self, logits: Floats, position: int) -> int:  # logits [vocab]
-        """The token for index `position` of the context. Raises BadLogits for NaN; `logits` is not changed."""
+        """The token for index `position` of the context. `logits` is not changed.
+
+        Raises BadLogits for a model's NaN, BadRequest where what the request asks for leaves no token.
+        """
+        raw = logits
         if self.params.changes_logits:
             logits = self._adjust(logits)
         if self._guide is not None:
             logits = self._guide.masked(logits)
-        return self._choose(logits, position)
+        return self._choose(logits, position, raw)
 
     def guess(self, logits: Floats, position: int) -> tuple[int, float]:  # logits [vocab], of another model
         """What `sample` would draw if these were the logits, and how likely that is; of the likeliest if it is greedy.
 
         Of no effect. The grammar is not asked: it stands before all that is guessed. Raises BadLogits for NaN.
         """
+        raw = logits
         if self.params.changes_logits:
             logits = self._adjust(logits)
-        token, temperature = self._choose(logits, position), self.params.temperature
+        token, temperature = self._choose(logits, position, raw), self.params.temperature
         inverse = np.float32(1.0 if temperature < MIN_TEMPERATURE else 1.0 / temperature)
         mass = np.exp((logits - logits.max()) * inverse)
         return token, float(mass[token] / mass.sum())
 
-    def _choose(self, logits: Floats, position: int) -> int:
+    def _choose(self, logits: Floats, position: int, raw: Floats) -> int:
         params = self.params
         best = int(np.argmax(logits))  # NaN wins an argmax, so one look at the winner finds any
         if not np.isfinite(logits[best]):
-            raise BadLogits()
+            if not np.isfinite(raw[int(np.argmax(raw))]):
+                raise BadLogits()
+            raise BadRequest(
+                "penalties, biases and grammar leave no token that could be drawn",
+                hint="give a repetition_penalty nearer to 1, and smaller biases",
+            )
         if params.temperature < MIN_TEMPERATURE or params.top_k == 1:
             return best
         return _draw(logits, params, float(logits[best]), uniform(params.seed, position))
@@ -194,7 +204,8 @@ class Sampler:
         if self._seen is not None:
             seen = logits[self._seen]
             penalty = np.float32(params.repetition_penalty)
-            logits[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
+            with np.errstate(over="ignore"):  # what comes of it is looked at when a token is chosen
+                logits[self._seen] = np.where(seen > 0, seen / penalty, seen * penalty)
         if self._counts and (params.presence_penalty or params.frequency_penalty):
             ids = np.fromiter(self._counts.keys(), dtype=np.int64, count=len(self._counts))
             counts = np.fromiter(self._counts.values(), dtype=np.float32, count=len(self._counts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from tierd.kernels.rows import COPY_FORMAT, Exact, Ladder
 
 from .decoders import Sequence, TinyModel, addresses, batch, random_sequences, tiny_model
 
+if TYPE_CHECKING:
+    from tierd.kernels.gpu.decoder import GpuDecoder
+
 Arena = NDArray[np.uint8]
 CHUNK = 24
 
@@ -28,8 +32,8 @@ def copies_of(model: TinyModel, slots: int) -> Arena:
 
 
 def run(
-    decoder: CpuDecoder, arena: Arena, copies: Arena, ladder: Ladder, spans: list[tuple[Sequence, int, int]],
-    written: Arena | None = None,
+    decoder: CpuDecoder | GpuDecoder, arena: Arena, copies: Arena, ladder: Ladder,
+    spans: list[tuple[Sequence, int, int]], written: Arena | None = None,
 ) -> NDArray[np.float32]:  # fmt: skip
     """One pass over rows start..stop of some sequences, those of each block as a sequence of their own; all logits.
 

@@ -152,7 +152,7 @@ def map_file(
     data = np.frombuffer(mapped, np.uint8)
     if data.size != manifest.bytes:
         raise ModelInvalid(f"{WEIGHTS} has {data.size} bytes, the manifest says {manifest.bytes}", hint=HINT)
-    for record in manifest.records:  # all of them are read for the first token anyway
+    for record in manifest.records:  # most of it is read for the first token anyway
         checked(data[record.offset : record.offset + record.bytes], record)
         progress(record.offset + record.bytes, manifest.bytes)
     return mapped, data

@@ -42,7 +42,7 @@ def check(model: TinyModel, decoder: GpuDecoder, ladder: Ladder, lengths: list[i
     while start < max(lengths):
         count = chunk if start + chunk < max(lengths) - 3 else 1  # the last ones decode
         of_each = [(s, start, min(len(s.tokens), start + count)) for s in sequences if start < len(s.tokens)]
-        logits = run(decoder, arena, copies, ladder, of_each)  # type: ignore[arg-type]
+        logits = run(decoder, arena, copies, ladder, of_each)
         ends = np.cumsum([end - first for _, first, end in of_each])
         for (sequence, _, end), rows in zip(of_each, np.split(logits, ends[:-1]), strict=True):
             found[sequences.index(sequence)].append(rows)

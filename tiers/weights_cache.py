@@ -1,26 +1,25 @@
-"""Experts in memory: as many as there are slots for, the others on the disk, from where a layer gets what it needs.
+"""Experts at hand: as many as there are places for, from below where a layer gets what it needs.
 
-Which experts a layer needs is known when its router has spoken. What is in memory can be computed on at once; the
-others are read meanwhile, and come one by one. Guesses for the next layer are read behind them, in slots of experts
-that are used less than what was guessed. `weights_policy` says who has to go.
+Which experts a layer needs is known when its router has spoken. What is at hand can be computed on at once; the
+others are fetched meanwhile, and come one by one. Guesses for the next layer are fetched behind them, into places of
+experts that are used less than what was guessed. `weights_policy` says who has to go. Where the places are, and how
+they are filled, is up to `Fetches`: memory that the disk fills, or a card's that is filled over its link.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from tierd.tiers.errors import WeightsLost
-from tierd.tiers.mover import JobClass, Mover
-from tierd.tiers.store_io import Bytes, huge_block
-from tierd.tiers.weights_file import WeightFile
+from tierd.tiers.mover import JobClass
+from tierd.tiers.weights_fetches import Fetches
 from tierd.tiers.weights_policy import ExpertPolicy
-from tierd.tiers.weights_read import Piece, PieceReads, Slot
 
-_QUEUE_WAIT_S = 0.001  # until the queue of the disk, which was full, is asked again
+_QUEUE_WAIT_S = 0.001  # until a queue that was full is asked again
 
 
 class CacheStats(NamedTuple):
@@ -37,60 +36,45 @@ class CacheStats(NamedTuple):
 
 
 class ExpertCache:
-    """Threading: the step thread alone calls it. Reads run as awaited jobs of the mover.
+    """Threading: the step thread alone calls it.
 
     Args:
-        pieces: all experts, by number.
-        slots: how many are in memory.
-        overlap: read guesses, and several experts at once.
+        fetches: fills the places.
+        experts: how many there are, by number.
+        places: how many of them are at hand.
+        overlap: fetch guesses, and several experts at once.
         clock: of the deadlines.
     """
 
     def __init__(
         self,
-        file: WeightFile,
-        mover: Mover,
-        pieces: Sequence[Piece],
-        slots: int,
+        fetches: Fetches,
+        experts: int,
+        places: int,
         *,
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if slots < 1 or not pieces:
-            raise ValueError(f"{slots} slots for {len(pieces)} experts")
-        self.pieces = tuple(pieces)
-        self._reads = PieceReads(file, mover, clock)
+        self._fetches = fetches
         self._overlap = overlap
         self._clock = clock
-        slot_bytes = max(piece.slot_bytes for piece in pieces)
-        memory = huge_block(slots * slot_bytes)
-        self._slots = [Slot(memory[n * slot_bytes : (n + 1) * slot_bytes]) for n in range(slots)]
         self._places: dict[int, int] = {}  # of experts that are there or on their way
-        self._held = np.full(slots, -1)  # the other way round
-        self._reading: list[int] = []  # places that are perhaps being read into
-        self._policy = ExpertPolicy(len(pieces))
+        self._held = np.full(places, -1)  # the other way round
+        self._coming: list[int] = []  # places into which perhaps something is on its way
+        self._policy = ExpertPolicy(experts)
         self._rows = 1
         self._guessed: set[int] = set()  # for the layer that comes next
         self._waited_s = 0.0
         self._right = self._guesses = 0
-        self.uses = np.zeros(len(pieces), np.int64)
-        self.hits = np.zeros(len(pieces), np.int64)
+        self.uses = np.zeros(experts, np.int64)
+        self.hits = np.zeros(experts, np.int64)
 
     def __repr__(self) -> str:
-        return f"<ExpertCache: {len(self.pieces)} experts, {len(self._slots)} slots>"
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory held."""
-        return sum(slot.memory.nbytes for slot in self._slots)
-
-    def memory(self, place: int) -> Bytes:
-        """The bytes of a slot."""
-        return self._slots[place].memory
+        return f"<ExpertCache: {len(self.uses)} experts, {len(self._held)} places>"
 
     def statistics(self) -> CacheStats:
         """Counters since the start."""
-        reads = self._reads.statistics()
+        reads = self._fetches.statistics()
         return CacheStats(
             int(self.uses.sum()), int(self.hits.sum()), self._guesses, self._right, reads.read_bytes, self._waited_s,
             reads.retries, reads.lost,
@@ -110,6 +94,7 @@ class ExpertCache:
         `wanted` and `guessed` are experts to rows: those of this layer, and probable ones of the next. Raises
         WeightsLost when one can't be read, is not what was imported, or has not come at `deadline_s`.
         """
+        self._fetches.poll()
         there, coming, missing = self._look_up(wanted)
         needed = set(wanted)
         self._guessed = {expert for expert in guessed if expert not in needed}
@@ -127,9 +112,9 @@ class ExpertCache:
                 continue
             start_s = self._clock()
             try:
-                self._reads.wait(self._slots[self._places[coming[0]]], self.pieces[coming[0]], deadline_s)
+                self._fetches.wait(self._places[coming[0]], deadline_s)
             except WeightsLost:
-                self._forget(coming[0])  # what of it is still being read will not make it whole
+                self._forget(coming[0])  # what of it is still on its way will not make it whole
                 raise
             finally:
                 self._waited_s += self._clock() - start_s
@@ -139,8 +124,8 @@ class ExpertCache:
             needed -= set(arrived)
 
     def close(self) -> bool:
-        """Cancel the reads that wait, and wait for those that run; False when one is stuck and may still write."""
-        return self._reads.close(self._slots)
+        """See `Fetches.close`."""
+        return self._fetches.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -150,8 +135,8 @@ class ExpertCache:
         for expert in sorted(wanted, key=lambda one: -wanted[one]):
             place = self._places.get(expert)
             is_there = self._is_there(expert)
-            if place is not None and not is_there and not self._slots[place].busy:
-                self._forget(expert)  # a guess that could not be read
+            if place is not None and not is_there and not self._fetches.is_busy(place):
+                self._forget(expert)  # a guess that could not be had
                 place = None
             self._policy.use(expert, wanted[expert] / self._rows, was_there=is_there)
             self.uses[expert] += 1
@@ -159,7 +144,7 @@ class ExpertCache:
             self._right += expert in self._guessed
             if is_there:
                 there.append(expert)
-            elif place is not None and self._reads.hasten(self._slots[place], JobClass.NOW, self._clock()):
+            elif place is not None and self._fetches.hasten(place):
                 coming.append(expert)
             else:
                 self._forget(expert)
@@ -168,7 +153,7 @@ class ExpertCache:
 
     def _is_there(self, expert: int) -> bool:
         place = self._places.get(expert)
-        return place is not None and self._slots[place].is_full
+        return place is not None and self._fetches.is_full(place)
 
     def _fill(self, missing: list[int], coming: list[int], needed: set[int]) -> None:
         """Have missing experts on their way, as long as there are places."""
@@ -193,10 +178,10 @@ class ExpertCache:
                 return
 
     def _room(self, kept: set[int]) -> int | None:
-        """A place that is empty, or whose expert is worth the least; None when all are kept, or being read into."""
-        self._reading = [place for place in self._reading if self._slots[place].busy]
-        free = np.ones(len(self._slots), np.bool_)
-        free[self._reading] = False
+        """A place that is empty, or whose expert is worth the least; None when all are kept, or being filled."""
+        self._coming = [place for place in self._coming if self._fetches.is_busy(place)]
+        free = np.ones(len(self._held), np.bool_)
+        free[self._coming] = False
         empty = np.flatnonzero(free & (self._held < 0))
         if len(empty):
             return int(empty[0])
@@ -208,30 +193,28 @@ class ExpertCache:
         if self._held[place] >= 0:
             self._forget(int(self._held[place]))
         self._places[expert], self._held[place] = place, expert
-        self._reading.append(place)
-        if self._reads.start(self._slots[place], expert, self.pieces[expert], klass, self._clock()):
+        self._coming.append(place)
+        if self._fetches.start(place, expert, klass):
             return True
         self._forget(expert)
         return False
 
     def _forget(self, expert: int) -> None:
-        """Its place is free, once nothing is read into it any more."""
+        """Its place is free, once it is not busy any more."""
         place = self._places.pop(expert, None)
         if place is not None:
-            self._reads.abandon(self._slots[place])
+            self._fetches.abandon(place)
             self._held[place] = -1
             self._policy.gone(expert)
 
     def _make_room(self, expert: int, deadline_s: float) -> None:
         """Wait for a place: guesses on their way, and reads that a pass has left, hold all of them."""
-        name = self.pieces[expert].name
         for guess in [one for one in self._guessed if one in self._places and not self._is_there(one)]:
             self._forget(guess)
-        busy = next((self._slots[place] for place in self._reading if self._slots[place].busy), None)
+        busy = next((place for place in self._coming if self._fetches.is_busy(place)), None)
         if busy is None and self._clock() >= deadline_s:
-            raise self._reads.losing(name, "the queue of the disk is full")
+            raise self._fetches.losing(expert, f"the queue of {self._fetches.source} is full")
         if busy is None:
             time.sleep(_QUEUE_WAIT_S)
-        elif not self._reads.wait_until_free(busy, deadline_s):
-            raise self._reads.losing(name, "the disk does not answer")
-
+        elif not self._fetches.wait_until_free(busy, deadline_s):
+            raise self._fetches.losing(expert, f"{self._fetches.source} does not answer")

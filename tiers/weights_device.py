@@ -45,9 +45,9 @@ class DeviceRingStats(NamedTuple):
     lost: int
 
 
-class _Slot:
-    """`job` fills it. `unsure`: whether a copy into it failed whose end nobody has seen; set on a thread of the mover,
-    while `job` runs. The rest is the step thread's.
+class DeviceSlot:
+    """Memory of a card that records are copied into. `job` fills it. `unsure`: whether a copy into it failed whose end
+    nobody has seen; set on a thread of the mover, while `job` runs. The rest is the step thread's.
     """
 
     def __init__(self, row: DeviceRow, owner: object, copied: Event, read: Event) -> None:
@@ -58,11 +58,113 @@ class _Slot:
 
     @property
     def error(self) -> Exception | None:
+        """Of the last copy, which has ended."""
         return self.job.completion.error if self.job is not None and self.job.completion is not None else None
 
     @property
     def busy(self) -> bool:
+        """Whether a copy waits or runs."""
         return self.job is not None and self.job.completion is None
+
+
+class SlotCopies:
+    """Copies of records into slots of a card, on a stream of their own, by awaited jobs of the mover.
+
+    Threading: the step thread's, but for what the jobs do.
+
+    Args:
+        compute: the stream on which kernels read the slots.
+        rows: the slots.
+        owners: what keeps the memory of each slot; held while a copy may write there. None: somebody else does.
+    """
+
+    def __init__(
+        self, gpu: Gpu, compute: Stream, mover: Mover, rows: Sequence[DeviceRow], owners: Sequence[object] | None
+    ) -> None:
+        self._gpu, self._compute, self._mover = gpu, compute, mover
+        self._stream = gpu.new_stream()
+        kept = [None] * len(rows) if owners is None else owners
+        self.slots = [
+            DeviceSlot(row, owner, gpu.new_event(), gpu.new_event()) for row, owner in zip(rows, kept, strict=True)
+        ]
+        self._lock = threading.Lock()  # of the counter: never held while the card is asked, which may hang
+        self._queueing = threading.Lock()
+        self._copied_bytes = 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """Since the start."""
+        with self._lock:
+            return self._copied_bytes
+
+    def start(self, slot: DeviceSlot, memory: HostRow, klass: JobClass, due_s: float) -> bool:
+        """Have registered memory on its way into a slot that is free. False when the queue is full."""
+        # `dest` is left out: a test that fills it before the copy would do so under kernels that still read it.
+        slot.job = Job(partial(self._copy, slot, memory), Link.HOST_TO_DEVICE, memory.nbytes, awaited=True)
+        if self._mover.submit(slot.job, klass, due_s):
+            return True
+        slot.job = None
+        return False
+
+    def is_free(self, slot: DeviceSlot) -> bool:
+        """Whether no copy into a slot that nobody wants runs; one that waits is taken back."""
+        return slot.job is None or not slot.busy or self._mover.cancel(slot.job)
+
+    def release(self, slot: DeviceSlot) -> None:
+        """All kernels that read a slot are launched: it may be filled anew when they have run."""
+        self._gpu.record(slot.read, self._compute)
+
+    def rest(self, wait_s: float) -> bool:
+        """Whether no copy runs any more, within `wait_s`; what waits to begin is taken back."""
+        running = [slot.job for slot in self.slots if slot.job is not None and not self._mover.cancel(slot.job)]
+        for slot in self.slots:
+            if slot.unsure and not slot.busy:
+                slot.number = -1
+                slot.job = Job(partial(self._see_end, slot), Link.HOST_TO_DEVICE, 0, awaited=True)
+                if not self._mover.submit(slot.job, JobClass.NOW):
+                    slot.job = None
+                    return False
+                running.append(slot.job)
+        return self._mover.wait_for(running, wait_s) and not any(slot.unsure for slot in self.slots)
+
+    def close(self) -> None:
+        """After `rest`, and when no kernel reads the slots any more. Idempotent."""
+        if not self._stream:
+            return
+        for slot in self.slots:
+            slot.job = None  # which holds the slot, and the memory it read
+            self._gpu.free_event(slot.copied)
+            self._gpu.free_event(slot.read)
+        self._gpu.free_stream(self._stream)
+        self._stream, self.slots = Stream(0), []
+
+    def _copy(self, slot: DeviceSlot, source: HostRow) -> None:
+        """On a thread of the mover."""
+        gpu, start = self._gpu, address_of_row(source)
+        try:
+            with self._queueing:  # the copies of two threads are each followed by their own event
+                gpu.wait(self._stream, slot.read)
+                for at in range(0, source.nbytes, PART_BYTES):
+                    size = min(PART_BYTES, source.nbytes - at)
+                    gpu.copy(slot.row.address + at, start + at, size, self._stream)
+                gpu.record(slot.copied, self._stream)
+        except GpuError:  # the job's end tells it; but what was queued before must not run on into what comes next
+            slot.unsure = True
+            with contextlib.suppress(GpuError):
+                gpu.record(slot.copied, self._stream)
+                self._see_end(slot, again=False)
+            raise
+        slot.unsure = True
+        self._see_end(slot, again=False)
+        with self._lock:
+            self._copied_bytes += source.nbytes
+
+    def _see_end(self, slot: DeviceSlot, *, again: bool = True) -> None:
+        """On a thread of the mover: waits until what was copied into a slot has ended."""
+        if again:
+            self._gpu.record(slot.copied, self._stream)
+        self._gpu.synchronize(slot.copied)
+        slot.unsure = False
 
 
 class DeviceRing:
@@ -97,18 +199,12 @@ class DeviceRing:
         self._disk_numbers = {n: place for place, n in enumerate(n for n, r in enumerate(records) if r.memory is None)}
         if len(self._disk_numbers) != (0 if disk is None else len(disk.pieces)):
             raise ValueError(f"{len(self._disk_numbers)} records are on the disk, the ring brings others")
-        self._gpu, self._compute, self._mover, self._disk, self._clock = gpu, compute, mover, disk, clock
+        self._mover, self._disk, self._clock = mover, disk, clock
         self._ahead = len(rows) if overlap else 1
-        self._stream = gpu.new_stream()
-        kept = [None] * len(rows) if owners is None else owners
-        self._slots = [
-            _Slot(row, owner, gpu.new_event(), gpu.new_event()) for row, owner in zip(rows, kept, strict=True)
-        ]
-        self._held: _Slot | None = None
-        self._lock = threading.Lock()  # of the counters: never held while the card is asked, which may hang
-        self._queueing = threading.Lock()
+        self._copies = SlotCopies(gpu, compute, mover, rows, owners)
+        self._held: DeviceSlot | None = None
         self._pace = Pace(clock())
-        self._copied_bytes = self._lost = 0
+        self._lost = 0
         self._waited_s = 0.0
         self.uses = [0] * len(self.records)
         self.hits = [0] * len(self.records)
@@ -116,10 +212,13 @@ class DeviceRing:
     def __repr__(self) -> str:
         return f"<DeviceRing: {len(self.records)} records through {len(self._slots)} slots>"
 
+    @property
+    def _slots(self) -> list[DeviceSlot]:
+        return self._copies.slots
+
     def statistics(self) -> DeviceRingStats:
         """Counters since the start."""
-        with self._lock:
-            return DeviceRingStats(self._copied_bytes, self._waited_s, self._lost)
+        return DeviceRingStats(self._copies.copied_bytes, self._waited_s, self._lost)
 
     def begin(self) -> None:
         """A pass begins, with the first record."""
@@ -156,7 +255,7 @@ class DeviceRing:
     def release(self) -> None:
         """All kernels that read the slot taken last are launched: it may be filled anew when they have run."""
         if self._held is not None:
-            self._gpu.record(self._held.read, self._compute)
+            self._copies.release(self._held)
             self._held = None
 
     def rest(self, wait_s: float) -> bool:
@@ -164,20 +263,10 @@ class DeviceRing:
 
         Passes may go on afterwards, either way.
         """
-        running = [slot.job for slot in self._slots if slot.job is not None and not self._mover.cancel(slot.job)]
-        for slot in self._slots:
-            if slot.unsure and not slot.busy:
-                slot.number = -1
-                slot.job = Job(partial(self._see_end, slot), Link.HOST_TO_DEVICE, 0, awaited=True)
-                if not self._mover.submit(slot.job, JobClass.NOW):
-                    slot.job = None
-                    return False
-                running.append(slot.job)
         start_s = self._clock()
-        at_rest = self._mover.wait_for(running, wait_s)
+        at_rest = self._copies.rest(wait_s)
         left_s = max(start_s + wait_s - self._clock(), 0.0)
-        at_rest = (self._disk is None or self._disk.close(left_s)) and at_rest
-        return at_rest and not any(slot.unsure for slot in self._slots)
+        return (self._disk is None or self._disk.close(left_s)) and at_rest
 
     def close(self, wait_s: float | None = None) -> bool:
         """Ends the copies, when no kernel reads the slots any more; False when one is stuck. Idempotent.
@@ -185,13 +274,8 @@ class DeviceRing:
         What is stuck keeps its memory until it ends.
         """
         at_rest = self.rest(CLOSE_WAIT_S if wait_s is None else wait_s)
-        if at_rest and self._stream:
-            for slot in self._slots:
-                slot.job = None  # which holds the slot, and the memory it read
-                self._gpu.free_event(slot.copied)
-                self._gpu.free_event(slot.read)
-            self._gpu.free_stream(self._stream)
-            self._stream, self._slots = Stream(0), []
+        if at_rest:
+            self._copies.close()
         return at_rest
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -214,7 +298,7 @@ class DeviceRing:
             if slot.error is not None:
                 slot.number, slot.job = -1, None
 
-    def _holder(self, number: int) -> _Slot | None:
+    def _holder(self, number: int) -> DeviceSlot | None:
         return next((slot for slot in self._slots if slot.number == number), None)
 
     def _has_come(self, number: int) -> bool:
@@ -226,7 +310,7 @@ class DeviceRing:
         """Have a record on its way to the card, if a slot is free for it. Raises WeightsLost."""
         if self._holder(number) is not None:
             return True
-        free = next((slot for slot in self._slots if slot.number not in window and self._is_free(slot)), None)
+        free = next((slot for slot in self._slots if slot.number not in window and self._copies.is_free(slot)), None)
         if free is None:
             return False
         record, place = self.records[number], -1
@@ -236,22 +320,14 @@ class DeviceRing:
             place = self._disk.take(self._disk_numbers[number], deadline_s)
             memory = self._disk.memory(place)
         free.number = number
-        # `dest` is left out: a test that fills it before the copy would do so under kernels that still read it.
-        free.job = Job(
-            partial(self._copy, free, memory[: record.num_bytes]), Link.HOST_TO_DEVICE, record.num_bytes, awaited=True
-        )
-        if not self._mover.submit(free.job, JobClass.NOW, due_s):
-            free.number, free.job = -1, None
+        if not self._copies.start(free, memory[: record.num_bytes], JobClass.NOW, due_s):
+            free.number = -1
             return False
-        if place >= 0 and self._disk is not None:
+        if place >= 0 and self._disk is not None and free.job is not None:
             self._disk.lend(place, free.job)
         return True
 
-    def _is_free(self, slot: _Slot) -> bool:
-        """Whether no copy into a slot that nobody wants runs; one that waits is taken back."""
-        return slot.job is None or not slot.busy or self._mover.cancel(slot.job)
-
-    def _wait(self, number: int, window: Sequence[int], deadline_s: float) -> _Slot:
+    def _wait(self, number: int, window: Sequence[int], deadline_s: float) -> DeviceSlot:
         """Waits until the copy of a record has ended."""
         name = self.records[number].name
         while (slot := self._holder(number)) is None:
@@ -270,34 +346,5 @@ class DeviceRing:
         return slot
 
     def _losing(self, name: str, detail: str) -> WeightsLost:
-        with self._lock:
-            self._lost += 1
+        self._lost += 1
         return WeightsLost(name, detail)
-
-    def _copy(self, slot: _Slot, source: HostRow) -> None:
-        """On a thread of the mover."""
-        gpu, start = self._gpu, address_of_row(source)
-        try:
-            with self._queueing:  # the copies of two threads are each followed by their own event
-                gpu.wait(self._stream, slot.read)
-                for at in range(0, source.nbytes, PART_BYTES):
-                    size = min(PART_BYTES, source.nbytes - at)
-                    gpu.copy(slot.row.address + at, start + at, size, self._stream)
-                gpu.record(slot.copied, self._stream)
-        except GpuError:  # the job's end tells it; but what was queued before must not run on into what comes next
-            slot.unsure = True
-            with contextlib.suppress(GpuError):
-                gpu.record(slot.copied, self._stream)
-                self._see_end(slot, again=False)
-            raise
-        slot.unsure = True
-        self._see_end(slot, again=False)
-        with self._lock:
-            self._copied_bytes += source.nbytes
-
-    def _see_end(self, slot: _Slot, *, again: bool = True) -> None:
-        """On a thread of the mover: waits until what was copied into a slot has ended."""
-        if again:
-            self._gpu.record(slot.copied, self._stream)
-        self._gpu.synchronize(slot.copied)
-        slot.unsure = False

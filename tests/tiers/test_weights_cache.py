@@ -17,6 +17,7 @@ from tierd.tiers import weights_read
 from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import Disturbance, Mover
 from tierd.tiers.weights_cache import ExpertCache
+from tierd.tiers.weights_fetches import DiskFetches
 from tierd.tiers.weights_file import Span, WeightFile
 from tierd.tiers.weights_read import Piece
 
@@ -39,7 +40,8 @@ class Rig:
             Piece(f"expert {n}", (Span(n * BYTES, BYTES),), (xxhash.xxh3_128_hexdigest(self.bytes_of(n).data),))
             for n in range(COUNT)
         ]
-        self.cache = ExpertCache(self.file, self.mover, pieces, slots, overlap=overlap)
+        self.fetches = DiskFetches(self.file, self.mover, pieces, slots, time.monotonic)
+        self.cache = ExpertCache(self.fetches, COUNT, slots, overlap=overlap)
         self.disk.offsets.clear()
 
     def bytes_of(self, expert: int) -> np.ndarray:
@@ -51,7 +53,7 @@ class Rig:
         deadline_s = time.monotonic() + within_s
         for wave in self.cache.bring(dict.fromkeys(wanted, 1), dict.fromkeys(guessed, 1), deadline_s):
             for expert, place in wave:
-                assert np.array_equal(self.cache.memory(place)[:BYTES], self.bytes_of(expert)), expert
+                assert np.array_equal(self.fetches.memory(place)[:BYTES], self.bytes_of(expert)), expert
             waves.append([expert for expert, _ in wave])
         assert sorted(expert for wave in waves for expert in wave) == sorted(wanted)
         return waves
@@ -64,7 +66,7 @@ class Rig:
     def settle(self) -> None:
         """Waits until nothing is being read."""
         deadline_s = time.monotonic() + SOON_S
-        while any(slot.busy for slot in self.cache._slots):
+        while any(slot.busy for slot in self.fetches._slots):
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
 
@@ -107,7 +109,7 @@ def test_every_layer_gets_what_it_wants(rigs: Callable[..., Rig], slots: int, ov
     stats = rig.cache.statistics()
     assert stats.uses == 12 * 2 * 3 and stats.lost == stats.retries == 0
     assert stats.hits > 0 or slots < 5
-    assert rig.cache.cache_bytes == slots * BYTES
+    assert rig.fetches.memory_bytes == slots * BYTES
 
 
 def test_what_is_there_comes_first_and_is_not_read_again(rigs: Callable[..., Rig]) -> None:
@@ -244,5 +246,5 @@ def test_when_all_places_are_being_read_into_it_waits_for_one(rigs: Callable[...
 def test_what_it_refuses(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     with pytest.raises(ValueError, match="0 slots for 16 experts"):
-        ExpertCache(rig.file, rig.mover, rig.cache.pieces, 0)
-    assert repr(rig.cache) == "<ExpertCache: 16 experts, 6 slots>"
+        DiskFetches(rig.file, rig.mover, rig.fetches.pieces, 0, time.monotonic)
+    assert repr(rig.cache) == "<ExpertCache: 16 experts, 6 places>"

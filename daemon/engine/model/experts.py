@@ -12,6 +12,7 @@ from tierd.daemon.models.records import expert_names
 from tierd.kernels.cpu.weights import ExpertTable
 from tierd.tiers.mover import Mover
 from tierd.tiers.weights_cache import ExpertCache
+from tierd.tiers.weights_fetches import DiskFetches
 from tierd.tiers.weights_file import Span, WeightFile
 from tierd.tiers.weights_read import Piece
 
@@ -39,14 +40,15 @@ class StreamedExperts:
             Piece(record.name, (Span(record.offset, record.bytes),), (record.digest,)) for record in self._records
         ]
         self.slots = slots
-        self._cache = ExpertCache(file, mover, pieces, slots, overlap=overlap, clock=clock)
+        self._fetches = DiskFetches(file, mover, pieces, slots, clock)
+        self._cache = ExpertCache(self._fetches, len(pieces), slots, overlap=overlap, clock=clock)
         self._put: dict[int, int] = {}  # where launches find an expert: its number to its place
         self.deadline_s = 0.0
 
     @property
     def cache_bytes(self) -> int:
         """Memory held."""
-        return self._cache.cache_bytes
+        return self._fetches.memory_bytes
 
     def begin(self, rows: int) -> None:
         """A pass of so many rows begins."""
@@ -64,7 +66,7 @@ class StreamedExperts:
             for number, place in wave:
                 if self._put.get(number) != place:
                     self._put[number] = place
-                    view = RecordView(self._records[number], self._cache.memory(place))
+                    view = RecordView(self._records[number], self._fetches.memory(place))
                     self._table.put(layer, number - first, expert_of(view, self._spec))
             yield [number - first for number, _ in wave]
 

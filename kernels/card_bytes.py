@@ -8,7 +8,8 @@ from __future__ import annotations
 
 ALIGN_BYTES = 256  # what torch's allocator gives, and more than the widest load
 KEPT_BITS = {"int4-g32": 4, "int8-g32": 8}
-_PANEL_ROWS, _PAIR_COLS, _WORD_BYTES, _DENSE_BYTES = 32, 64, 4, 2
+EXACT = frozenset({"router"})  # matrices that stay fp32: their rounding could send rows to other experts
+_PANEL_ROWS, _PAIR_COLS, _WORD_BYTES, _DENSE_BYTES, _EXACT_BYTES = 32, 64, 4, 2, 4
 
 
 def quants_bytes(format: str, rows: int, cols: int, dense_bytes: int = _DENSE_BYTES) -> int:
@@ -31,6 +32,11 @@ def matrix_bytes(format: str, rows: int, cols: int, dense_bytes: int = _DENSE_BY
     """Of the whole matrix, each part rounded up to what it is aligned to."""
     parts = quants_bytes(format, rows, cols, dense_bytes), scales_bytes(format, rows, cols, dense_bytes)
     return sum(aligned(part) for part in parts)
+
+
+def tensor_bytes(name: str, format: str, rows: int, cols: int, dense_bytes: int = _DENSE_BYTES) -> int:
+    """Of a matrix of a record, by its name: those of `EXACT` are dense fp32."""
+    return matrix_bytes(format, rows, cols, _EXACT_BYTES if name in EXACT else dense_bytes)
 
 
 def aligned(size_bytes: int) -> int:

@@ -111,7 +111,7 @@ def is_vector(tensor: TensorEntry) -> bool:
 def _tensor_bytes(tensor: TensorEntry) -> int:
     if is_vector(tensor):
         return 4 * tensor.cols
-    return card_bytes.matrix_bytes(tensor.format, tensor.rows, tensor.cols)
+    return card_bytes.tensor_bytes(tensor.name, tensor.format, tensor.rows, tensor.cols)
 
 
 def _rank(one: CardPlacement) -> tuple[int, bool, bool, int]:

@@ -24,6 +24,7 @@ from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
 from tierd.kernels.gpu.inputs import Inputs, Sizes
 from tierd.kernels.gpu.launch import on_host, wait_for
 from tierd.kernels.gpu.layers import Ends, GpuLayer
+from tierd.kernels.gpu.mixture import CardExpertSource
 from tierd.kernels.gpu.pages import base_of, copy_layout, value_dtype
 from tierd.kernels.gpu.products import product_plan, rows_plan
 from tierd.kernels.gpu.sample import plan_sample
@@ -193,7 +194,7 @@ class GpuDecoder:
 
     def layer(
         self, index: int, memories: Sequence[Any], pages: Addresses, placed: GpuLayer | None = None,
-        experts: None = None, choose: Choose | None = None,
+        experts: CardExpertSource | None = None, choose: Choose | None = None,
     ) -> None:  # fmt: skip
         """Computes layer `index` of the open pass, whose slices of the pages lie there; `placed` where the decoder has
         no such layer. Returns when it is computed: the memory may then be filled with what the next layer needs.

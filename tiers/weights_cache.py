@@ -9,7 +9,7 @@ they are filled, is up to `Fetches`: memory that the disk fills, or a card's tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,24 +87,34 @@ class ExpertCache:
         self._guessed = set()
 
     def bring(
-        self, wanted: Mapping[int, int], guessed: Mapping[int, int], deadline_s: float
-    ) -> Iterator[list[tuple[int, int]]]:
+        self, wanted: Mapping[int, int], guessed: Mapping[int, int], deadline_s: float,
+        elsewhere: Callable[[Sequence[int], int], Collection[int]] | None = None,
+    ) -> Iterator[list[tuple[int, int]]]:  # fmt: skip
         """Yields (expert, place) of some wanted experts, until all have been yielded; then others may come to places.
 
-        `wanted` and `guessed` are experts to rows: those of this layer, and probable ones of the next. Raises
-        WeightsLost when one can't be read, is not what was imported, or has not come at `deadline_s`.
+        `wanted` and `guessed` are experts to rows: those of this layer, and probable ones of the next. `elsewhere` is
+        asked once, with what is missing and how many more are on their way: which of the missing ones somebody else
+        computes. They are not brought, and when those that are there have been yielded, and others are on their way,
+        an empty list says that it is time for them. Raises WeightsLost when one can't be read, is not what was
+        imported, or has not come at `deadline_s`.
         """
         self._fetches.poll()
         there, coming, missing = self._look_up(wanted)
-        needed = set(wanted)
+        away = set(elsewhere(tuple(missing), len(coming))) if elsewhere is not None and missing else set[int]()
+        missing = [expert for expert in missing if expert not in away]
+        needed = set(wanted) - away
         self._guessed = {expert for expert in guessed if expert not in needed}
         self._guesses += len(self._guessed)
         self._fill(missing, coming, needed)
         if self._overlap:
             self._fill_guesses(guessed, needed)
+            # Those that others compute come, too, if they are worth it: the next pass may need them.
+            self._fill_guesses({expert: wanted[expert] for expert in away}, needed)
         if there:
             yield [(expert, self._places[expert]) for expert in there]
             needed -= set(there)
+        if away:
+            yield []
         while coming or missing:
             self._fill(missing, coming, needed)
             if not coming:

@@ -106,6 +106,14 @@ class SlotCopies:
         slot.job = None
         return False
 
+    def hasten(self, slot: DeviceSlot, klass: JobClass, due_s: float) -> bool:
+        """Have a copy that waits before others. False, and it is taken back, when the queue is full."""
+        job = slot.job
+        if job is None or not slot.busy or not self._mover.cancel(job) or self._mover.submit(job, klass, due_s):
+            return True
+        slot.job = None
+        return False
+
     def is_free(self, slot: DeviceSlot) -> bool:
         """Whether no copy into a slot that nobody wants runs; one that waits is taken back."""
         return slot.job is None or not slot.busy or self._mover.cancel(slot.job)

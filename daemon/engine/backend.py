@@ -225,4 +225,4 @@ def choose(
         gpu.close()
         note(f"there is a card, and {refusal}: computing on the CPU")
         return CpuBackend(threads)
-    return backend_cuda.CudaBackend(gpu, note)
+    return backend_cuda.CudaBackend(gpu, note, threads=threads)

@@ -58,6 +58,7 @@ class CudaBackend:
     Args:
         gpu: the driver.
         note: told what a user should know.
+        threads: of the processors, for experts that it misses; 0: they compute none.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class CudaBackend:
         gpu: Gpu,
         note: Callable[[str], None],
         *,
+        threads: int = 0,
         device: torch.device | None = None,
         capture: Callable[[torch.device], CudaCapturer | None] = CudaCapturer,
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self._gpu = gpu
         self._note = note
+        self._threads = threads
         self._device = torch.device("cuda", 0) if device is None else device
         self._capture = capture
         self._allocate = allocate
@@ -149,7 +152,8 @@ class CudaBackend:
         dtype = torch.float16 if config.kv_format == "fp16" else torch.bfloat16
         card = Card(self._gpu, self._compute, self._device, dtype, self._stream, self._allocate)
         return CardWeights(
-            Path(config.model_dir), manifest, config.weights_bytes, config.host_weights_bytes, card, mover, progress
+            Path(config.model_dir), manifest, config.weights_bytes, config.host_weights_bytes, card, mover, progress,
+            threads=self._threads,
         )
 
     def decoder(

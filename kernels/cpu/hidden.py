@@ -26,7 +26,7 @@ def final_hidden(
     Returns:
         [len(rows), hidden], a copy.
     """
-    stream = _rows(residual, stride_bytes, int(rows.max(initial=-1)) + 1)
+    stream = rows_at(residual, stride_bytes, int(rows.max(initial=-1)) + 1)
     x = stream[rows, :hidden]
     scale = 1 / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + np.float32(eps))
     states: Floats = x * scale.astype(np.float32) * norm[:hidden]
@@ -36,11 +36,11 @@ def final_hidden(
 def queries(job: Any) -> Floats:
     """The queries [rows, heads, head_dim] of the layer that was computed last, normed, rotated and scaled: a view."""
     rows, heads, head_dim = int(job["rows"]), int(job["heads"]), int(job["head_dim"])
-    found = _rows(int(job["qkv"]), int(job["qkv_stride"]), rows)[:, : heads * head_dim]
+    found = rows_at(int(job["qkv"]), int(job["qkv_stride"]), rows)[:, : heads * head_dim]
     return found.reshape(rows, heads, head_dim)
 
 
-def _rows(address: int, stride_bytes: int, rows: int) -> Floats:
+def rows_at(address: int, stride_bytes: int, rows: int) -> Floats:
     """Rows of float32 [rows, stride], where they lie."""
     floats = stride_bytes // 4
     return np.ctypeslib.as_array((ctypes.c_float * (rows * floats)).from_address(address)).reshape(rows, floats)

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierd.daemon.engine.model.cached_experts import CachedExperts
+from tierd.daemon.engine.model.card_experts import CardExperts
 from tierd.daemon.engine.model.card_memory import Card, CardFull, PassMemory, PassNeeds, pieces_of
 from tierd.daemon.engine.model.load import RecordView, layer_of, map_file, record_named
 from tierd.daemon.engine.model.passing import PassingLayers
@@ -48,11 +50,12 @@ class CardRecords:
         host: records in CPU memory: registered, but for the embedding, which the CPU reads.
         target: where everything is to lie.
         passing: brings the layers that are not on the card; None when all are.
+        experts: those of a mixture.
     """
 
     def __init__(
-        self, directory: Path, manifest: Manifest, target: CardPlacement, card: Card, mover: Mover, *, overlap: bool,
-        io: StoreIO | None, clock: Callable[[], float],
+        self, directory: Path, manifest: Manifest, target: CardPlacement, card: Card, mover: Mover, threads: int, *,
+        overlap: bool, io: StoreIO | None, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         self._directory, self._manifest, self._card, self._mover = directory, manifest, card, mover
         self._overlap, self._io, self._clock = overlap, io, clock
@@ -63,13 +66,14 @@ class CardRecords:
         self.target = target
         self.passing: PassingLayers | None = None
         self.decoder: GpuDecoder | None = None
+        self.experts = CardExperts(manifest, card, mover, self.opened, threads, overlap=overlap, clock=clock)
         self._file: WeightFile | None = None
         self._copied_before, self._read_before = Counted(), Counted()
 
     @property
     def passing_bytes(self) -> int:
-        """Of the card, that layers pass through."""
-        return 0 if self.passing is None else self.passing.memory.device_bytes
+        """Of the card, that layers pass through, and experts come to for a while."""
+        return self.experts.cached_bytes + (0 if self.passing is None else self.passing.memory.device_bytes)
 
     def load(self, progress: Callable[[int, int], None]) -> Ends:
         """Reads what does not stay on the disk; layers and ends are on the card then, and the other layers can pass.
@@ -85,11 +89,14 @@ class CardRecords:
                 continue
             if mapped is not None:
                 memory = mapped[entry.offset : entry.offset + entry.bytes]
-            elif name in self.names and name in target.host:
+            elif name in target.host and (name in self.names or name in self.experts.places):
                 memory = self.host[name] = self.pinned(name)
             else:
                 memory = read_record(self.opened(), entry)
-            if name not in self.names:
+            if name in self.experts.places:
+                if name in target.device:
+                    self.experts.load(name, memory)
+            elif name not in self.names:
                 ends[name] = memory
             elif name in target.device:
                 index = self.names.index(name)
@@ -108,12 +115,15 @@ class CardRecords:
             found = load_ends(first, norm, head, self._card.device, self._card.dtype)
         self._card.wait(self._mover, MOVE_WAIT_S)
         self.passing = self._prepared(target, self.host, self._indexes(streamed=True))
+        self.experts.swap(self.experts.prepared(target, self.host, self.experts.kept))
+        self.experts.begin_computing()
         return found
 
     def on_card(self) -> set[str]:
         """The records that are on the card."""
         names = {name for name, layer in zip(self.names, self.layers, strict=False) if layer is not None}
-        return names | {name for name in self.entries if name not in self.names and name not in self.host}
+        ends = self.entries.keys() - set(self.names) - self.experts.places.keys() - self.host.keys()
+        return names | ends | self.experts.kept
 
     def opened(self) -> WeightFile:
         """The file, past the page cache. Raises ModelInvalid."""
@@ -126,7 +136,7 @@ class CardRecords:
         entry = self.entries[self.names[index]]
         layer = layer_of(RecordView(entry, memory), self._manifest.spec, index)
         with self._card.filling(record_card_bytes(entry)):
-            return GpuLayer.load(layer, self._card.device, self._card.dtype)
+            return GpuLayer.load(layer, self._card.device, self._card.dtype, self.experts.tables.get(index))
 
     def pinned(self, name: str) -> Bytes:
         """A record in registered memory, checked."""
@@ -135,11 +145,13 @@ class CardRecords:
 
     def copied(self) -> Counted:
         """What crossed the link since the start."""
-        return self._copied_before if self.passing is None else self._copied_before.plus(self.passing.copied())
+        layers = self._copied_before if self.passing is None else self._copied_before.plus(self.passing.copied())
+        return layers.plus(self.experts.copied())
 
     def read(self) -> Counted:
         """What passes read of the disk since the start."""
-        return self._read_before if self.passing is None else self._read_before.plus(self.passing.read())
+        layers = self._read_before if self.passing is None else self._read_before.plus(self.passing.read())
+        return layers.plus(self.experts.read())
 
     # -- moving records --------------------------------------------------------------------------------------------
 
@@ -149,18 +161,22 @@ class CardRecords:
         Raises ModelInvalid when the file can't be read, NotMoved when there is no memory for slots, or copies do not
         end; nothing changes then.
         """
-        if target.streamed:
+        if target.streamed or target.expert_slots:
             self.opened()
         host = {name: one for name, one in self.host.items() if name in target.host or name in target.device}
         leaving = [n for n in self._indexes(streamed=False) if self.names[n] not in target.device]
         missing = sorted({*leaving, *self._indexes(streamed=True)})
+        experts = self.experts.kept - target.device
         with self._moving():
             self._rest()
-            fresh = self._exchanged(target, host, missing, leaving)
+            fresh, cached = self._exchanged(target, host, missing, leaving, experts)
             for index in leaving:
                 self._put(index, None)
+            self.experts.forget(experts)
             self.host, self.target = host, target
             self._swap(fresh)
+            self.experts.swap(cached)
+            self._card.trim()
 
     def settle(self) -> bool:
         """Between passes: brings one record to its place. False when nothing is left to do.
@@ -180,13 +196,13 @@ class CardRecords:
                         self._swap(self._prepared(target, host, self._indexes(streamed=True)))
                         self.host = host
                         return True
+                return self._settle_expert(target)
         except (NotMoved, ModelInvalid):
             card, mine = frozenset(self.on_card()), frozenset(self.host)
             streamed = tuple(self.names[index] for index in self._indexes(streamed=True))
             below = frozenset(self.entries) - card - mine
             self.target = replace(target, device=card, host=mine, nvme=below, streamed=streamed)
             raise
-        return False
 
     def close(self) -> None:
         """Ends copies and reads, and gives everything back. Idempotent."""
@@ -194,7 +210,7 @@ class CardRecords:
         try:
             with contextlib.suppress(MoverClosed):  # whoever closed it knows that no pass runs
                 self._card.wait(self._mover, MOVE_WAIT_S)
-            at_rest = self.passing is None or self.passing.close()
+            at_rest = (self.passing is None or self.passing.close()) & self.experts.close()
         except GpuError as exc:
             at_rest = False
             log.warning("%s", exc.strerror)
@@ -202,7 +218,8 @@ class CardRecords:
             # Freed now, it would be written into by a copy that ends later.
             log.warning("a copy of weights is stuck: %s of the card stay taken", human_bytes(self.passing_bytes))
             return
-        self._copied_before, self._read_before = self.copied(), self.read()
+        if self.passing is not None:
+            self._count(self.passing)
         if self._file is not None:
             self._file.close()
         self.passing = self._file = self.decoder = None
@@ -240,27 +257,63 @@ class CardRecords:
         )
         memory = PassMemory(self._card, needs, before)
         return PassingLayers(
-            self._card, self._mover, entries, host, memory, self.opened, overlap=self._overlap, clock=self._clock
-        )
+            self._card, self._mover, entries, host, memory, self.experts.tables, self.opened, overlap=self._overlap,
+            clock=self._clock,
+        )  # fmt: skip
+
+    def _both(
+        self, target: CardPlacement, host: Mapping[str, Bytes], missing: Sequence[int], kept: set[str]
+    ) -> tuple[PassingLayers | None, CachedExperts | None]:
+        """As `_prepared`, with what brings the experts that are not kept."""
+        fresh = self._prepared(target, host, missing)
+        try:
+            return fresh, self.experts.prepared(target, host, kept)
+        except BaseException:
+            if fresh is not None:
+                fresh.close()
+            raise
 
     def _exchanged(
-        self, target: CardPlacement, host: Mapping[str, Bytes], missing: Sequence[int], leaving: Sequence[int]
-    ) -> PassingLayers | None:
-        """As `_prepared`, with the memory of the layers that leave if there is no other. They come back on an error."""
+        self, target: CardPlacement, host: Mapping[str, Bytes], missing: Sequence[int], leaving: Sequence[int],
+        experts: set[str],
+    ) -> tuple[PassingLayers | None, CachedExperts | None]:  # fmt: skip
+        """As `_both`, with the memory of the layers and experts that leave if there is no other. They come back on an
+        error."""
+        kept = self.experts.kept - experts
         try:
-            return self._prepared(target, host, missing)
+            return self._both(target, host, missing, kept)
         except CardFull:
-            if not leaving:
+            if not leaving and not experts:
                 raise
         for index in leaving:
             self._put(index, None)
+        self.experts.forget(experts)
         try:
-            return self._prepared(target, host, missing)
+            return self._both(target, host, missing, kept)
         except (OSError, ModelInvalid):
             for index in leaving:  # into the memory that each of them had, which torch has kept
                 self._put(index, self.loaded(index, self._memory_of(self.names[index])))
+            for name in experts:
+                self.experts.load(name, self._memory_of(name))
             self._card.wait(self._mover, MOVE_WAIT_S)
             raise
+
+    def _settle_expert(self, target: CardPlacement) -> bool:
+        """As `settle`, of an expert: layers come first, since every pass needs them."""
+        for name in self.experts.places:
+            if name in target.device and name not in self.experts.kept:
+                self.experts.bring(name, self._clock() + WEIGHTS_TIMEOUT_S)
+                self.host.pop(name, None)
+                if len(self.experts.kept) == len(self.experts.places):
+                    self._rest()
+                    self.experts.swap(None)
+                    self._card.trim()
+                return True
+            if name in target.host and name not in self.host:
+                self.host[name] = self.pinned(name)
+                self.experts.came_to_host(name, self.host[name])
+                return True
+        return False
 
     def _bring(self, index: int) -> None:
         """A layer to the card for good, by the way that those go that pass."""
@@ -277,16 +330,24 @@ class CardRecords:
 
     def _swap(self, fresh: PassingLayers | None) -> None:
         """Other layers pass from now on. Nothing was begun since `_rest`."""
-        copied, read, before = self.copied(), self.read(), self.passing
-        if before is not None and not before.close():
-            raise AssertionError("copies were begun while weights moved")
-        self._copied_before, self._read_before, self.passing = copied, read, fresh
+        before = self.passing
+        if before is not None:
+            self._count(before)
+            if not before.close():
+                raise AssertionError("copies were begun while weights moved")
+        self.passing = fresh
         self._card.trim()
+
+    def _count(self, passed: PassingLayers) -> None:
+        """What layers that pass no more have moved."""
+        self._copied_before = self._copied_before.plus(passed.copied())
+        self._read_before = self._read_before.plus(passed.read())
 
     def _rest(self, keep: object = None) -> None:
         """No kernel, no copy and no read runs: memory may change hands. Raises GpuError when something does not end."""
         self._card.wait(self._mover, MOVE_WAIT_S, keep)
-        if self.passing is not None and not self.passing.rest(MOVE_WAIT_S):
+        layers_rest = self.passing is None or self.passing.rest(MOVE_WAIT_S)
+        if not (self.experts.rest(MOVE_WAIT_S) and layers_rest):
             size = human_bytes(self.passing_bytes)
             raise GpuError(
                 errno.ETIMEDOUT, f"a copy has not ended in {MOVE_WAIT_S:g} s, and may write to {size} of slots"

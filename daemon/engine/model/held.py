@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from tierd.daemon.engine.model.experts import StreamedExperts
 from tierd.daemon.engine.model.weights_status import WeightRow, WeightsStatus
 from tierd.kernels.cpu.weights import DecoderShape, Ints, Part, Rows
 
@@ -48,7 +47,7 @@ class HeldWeights(Protocol):
         """A layer as the decoder takes it, until the next one is asked for; None if it has it. Raises WeightsLost."""
         ...
 
-    def experts(self, deadline_s: float) -> StreamedExperts | None:
+    def experts(self, deadline_s: float) -> Any:
         """Who brings a layer's experts; None when the decoder has all."""
         ...
 

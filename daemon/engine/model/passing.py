@@ -11,6 +11,7 @@ from tierd.daemon.engine.model.card_memory import Card, PassMemory, pieces_of
 from tierd.daemon.engine.model.pieces import layer_piece
 from tierd.daemon.engine.model.weights_status import Counted
 from tierd.daemon.models.catalog import RecordEntry
+from tierd.kernels.gpu.experts import GpuExperts
 from tierd.kernels.gpu.layers import GpuLayer, SlotLayer
 from tierd.tiers.gpu import DeviceRow
 from tierd.tiers.mover import Mover
@@ -29,6 +30,7 @@ class PassingLayers:
         entries: the records of these layers by index, in the order of a pass.
         host: those of them that lie in registered CPU memory; the others are on the disk.
         memory: that they pass through. One that was closed before may have had the same.
+        tables: of those that are mixtures, where the decoder finds their experts.
         opened: gives the file, where it is needed.
 
     Raises ModelInvalid, and GpuError.
@@ -36,11 +38,12 @@ class PassingLayers:
 
     def __init__(
         self, card: Card, mover: Mover, entries: Mapping[int, RecordEntry], host: Mapping[str, Bytes],
-        memory: PassMemory, opened: Callable[[], WeightFile], *, overlap: bool = True,
+        memory: PassMemory, tables: Mapping[int, GpuExperts], opened: Callable[[], WeightFile], *, overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._card, self.memory = card, memory
         self._pieces = [pieces_of(entry) for entry in entries.values()]
+        self._tables = [tables.get(index) for index in entries]
         self.pass_bytes = sum(entry.bytes for entry in entries.values())
         below = [entry for entry in entries.values() if entry.name not in host]
         self._disk: WeightRing | None = None
@@ -58,7 +61,8 @@ class PassingLayers:
         )  # fmt: skip
         self._numbers = {index: number for number, index in enumerate(entries)}
         self._slots = [
-            [SlotLayer(each, slot, memory.place, card.dtype) for slot in memory.slots] for each in self._pieces
+            [SlotLayer(each, slot, memory.place, card.dtype, table) for slot in memory.slots]
+            for each, table in zip(self._pieces, self._tables, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -92,7 +96,8 @@ class PassingLayers:
         slot = self._ring.take(number, deadline_s)
         passing = self._slots[number][slot]
         if place is not None:
-            passing = SlotLayer(self._pieces[number], self.memory.slots[slot], place, self._card.dtype)
+            source, table = self.memory.slots[slot], self._tables[number]
+            passing = SlotLayer(self._pieces[number], source, place, self._card.dtype, table)
         with torch.cuda.stream(self._card.stream):
             layer = passing.lay_out()
         self._ring.release()  # the slot can be filled while the layer is computed

@@ -1,7 +1,8 @@
 """The weights of a model that a card runs: on the card as far as there is room, the others past it layer by layer.
 
 A layer that is not on the card lies in registered CPU memory, or on the disk, as it lies in the file. It is copied into
-one of a few slots ahead of its use, and laid out there by the card (`kernels.gpu.layers.SlotLayer`).
+one of a few slots ahead of its use, and laid out there by the card (`kernels.gpu.layers.SlotLayer`). Experts of a
+mixture that are not on the card lie there, too, and those that are used most are laid out in places of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tierd.tiers.mover import Mover
 from tierd.tiers.store_io import StoreIO
 
 if TYPE_CHECKING:
-    from tierd.daemon.engine.model.experts import StreamedExperts
+    from tierd.daemon.engine.model.cached_experts import CachedExperts
     from tierd.kernels.cpu.weights import Floats, Ints, Rows
     from tierd.kernels.gpu.decoder import GpuDecoder
 
@@ -34,9 +35,11 @@ class CardWeights:
     """See `HeldWeights`. Threading: the loader builds it; from then on it is the step thread's.
 
     Args:
-        device_bytes: of the card for resident records, slots and the place of streamed layers; None: no bound.
+        device_bytes: of the card for resident records, slots and the place of streamed layers, and experts that come
+            and go; None: no bound.
         host_bytes: of CPU memory for what the card does not take; what has no room there stays on the disk.
         progress: called with (bytes in place, bytes) while records are read.
+        threads: of the processors, for rows through experts that are not on the card; 0: they compute none.
         overlap: copy and read ahead.
         io: the system calls of reads.
 
@@ -54,19 +57,18 @@ class CardWeights:
         mover: Mover,
         progress: Callable[[int, int], None],
         *,
+        threads: int = 0,
         overlap: bool = True,
         io: StoreIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if manifest.spec.experts is not None:
-            raise ValueError("mixtures of experts are not computed on a card yet")
         self.shape = shape_of(manifest.spec)
         self._manifest, self._card, self._mover = manifest, card, mover
         self._budget_bytes, self._host_budget_bytes = device_bytes, host_bytes
         self._clock = clock
         self._records = CardRecords(
-            directory, manifest, place_on_card(manifest, device_bytes, host_bytes), card, mover, overlap=overlap, io=io,
-            clock=clock,
+            directory, manifest, place_on_card(manifest, device_bytes, host_bytes), card, mover, threads,
+            overlap=overlap, io=io, clock=clock,
         )  # fmt: skip
         self._meter = PassMeter()
         try:
@@ -89,7 +91,7 @@ class CardWeights:
 
     @property
     def memory_bytes(self) -> int:
-        """On the card: resident records, slots, the place of streamed layers."""
+        """On the card: resident records, slots, the place of streamed layers, experts that come and go."""
         records = self._records
         return sum(record_card_bytes(records.entries[name]) for name in records.on_card()) + records.passing_bytes
 
@@ -105,14 +107,24 @@ class CardWeights:
 
     def describe(self) -> str:
         """For people: what is not on the card."""
-        below = sum(row.tier == "nvme" for row in self.rows())
-        passing, layers = len(self._records.passing or ()), len(self._records.names)
-        return f"{passing} of {layers} layers are copied to the card in every step, {below} of them from the disk"
+        records, said = self._records, []
+        lie = {*records.host, *records.on_card()}
+        if records.passing is not None:
+            below, layers = sum(name not in lie for name in records.names), len(records.names)
+            passing = len(records.passing)
+            said.append(
+                f"{passing} of {layers} layers are copied to the card in every step, {below} of them from the disk"
+            )
+        if (cached := records.experts.cached) is not None:
+            places, experts = len(cached.memory.slots), len(records.experts.places)
+            below = sum(name not in lie for name in records.experts.places)
+            said.append(f"the card has places for {places} of {experts} experts, {below} of which lie on the disk")
+        return "; ".join(said)
 
     @property
     def streams(self) -> bool:
-        """Whether a pass needs layers that are not on the card."""
-        return self._records.passing is not None
+        """Whether a pass needs layers or experts that are not on the card."""
+        return self._records.passing is not None or self._records.experts.cached is not None
 
     @property
     def can_move(self) -> bool:
@@ -144,7 +156,7 @@ class CardWeights:
             host_bytes=sum(sizes[name] for name in self._records.host),
             nvme_records=len(below),
             nvme_bytes=sum(sizes[name] for name in below),
-            ring_bytes=self._records.passing_bytes,
+            ring_bytes=self._records.passing_bytes - self._records.experts.cached_bytes,
             rows_bytes=0,
             pass_bytes=0 if self._records.passing is None else self._records.passing.pass_bytes,
             read_bytes=disk.read_bytes,
@@ -154,21 +166,31 @@ class CardWeights:
             lost=counted.lost + disk.lost,
             uses=counted.uses,
             hits=counted.hits,
+            experts_bytes=self._records.experts.cached_bytes,
+            guesses=counted.guesses,
+            right_guesses=counted.right,
+            computed=self._records.experts.computed,
             bytes_per_s=round(rate),
             peak_bytes_per_s=round(peak),
             peak_share=round(rate / peak, 3) if peak else 0.0,
         )
 
     def rows(self) -> list[WeightRow]:
-        """Every record in the order of the file: where it lies, and of streamed ones how often they were there."""
-        out, card = [], self._records.on_card()
+        """Every record in the order of the file: where it lies, and of streamed ones how often they were there.
+
+        The experts of a layer are one row."""
+        out, card, experts = list[WeightRow](), self._records.on_card(), self._records.experts
         for name, entry in self._records.entries.items():
+            if name in experts.places:
+                continue
             tier = "device" if name in card else "host" if name in self._records.host else "nvme"
             row = WeightRow(name, entry.bytes, tier)
             if self._records.passing is not None and name in self._records.names:
                 hits, uses = self._records.passing.used(self._records.names.index(name))
                 row = row._replace(hits=hits, uses=uses)
             out.append(row)
+            if name in self._records.names:
+                out += experts.row(self._records.names.index(name), self._records.host)
         return out
 
     # -- a pass ----------------------------------------------------------------------------------------------------
@@ -178,6 +200,8 @@ class CardWeights:
         self._meter.begin(self._clock())
         if self._records.passing is not None:
             self._records.passing.begin()
+        if self._records.experts.cached is not None:
+            self._records.experts.cached.begin(len(tokens))
         return None
 
     def layer(self, index: int, deadline_s: float) -> GpuLayer | None:
@@ -187,9 +211,12 @@ class CardWeights:
         """
         return None if self._records.passing is None else self._records.passing.layer(index, deadline_s)
 
-    def experts(self, deadline_s: float) -> StreamedExperts | None:
-        """There are none."""
-        return None
+    def experts(self, deadline_s: float) -> CachedExperts | None:
+        """Who brings a layer's experts; None when all are on the card."""
+        cached = self._records.experts.cached
+        if cached is not None:
+            cached.deadline_s = deadline_s
+        return cached
 
     def head_parts(self, deadline_s: float) -> None:
         """The card has the head."""
@@ -197,8 +224,9 @@ class CardWeights:
 
     def end(self) -> None:
         """The pass is over: what it says about the rate, and what the next one needs."""
-        records, passing = self._records, self._records.passing
-        reads_disk = passing is not None and passing.reads_disk  # the slower one decides
+        records, passing, cached = self._records, self._records.passing, self._records.experts.cached
+        # The slower one decides.
+        reads_disk = (passing is not None and passing.reads_disk) or (cached is not None and cached.reads_disk)
         link, moved = (Link.DISK_READ, records.read()) if reads_disk else (Link.HOST_TO_DEVICE, records.copied())
         self._meter.end(self._clock(), moved.read_bytes, self._mover.statistics()[link].bytes_per_s)
         if passing is not None:

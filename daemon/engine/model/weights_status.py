@@ -44,6 +44,7 @@ class WeightsStatus(msgspec.Struct, frozen=True):
     host_records: int = 0  # where a card computes: in the computer's memory; the device's is the card's
     host_bytes: int = 0
     copied_bytes: int = 0  # to the card since the start
+    computed: int = 0  # of `uses`, experts whose rows the processors computed, which was sooner than fetching them
 
 
 class Counted(NamedTuple):

@@ -19,7 +19,8 @@ MAX_MEDIAN_LINES = 170
 HEAVY = {"torch", "transformers", "triton"}
 # The engine's doors to the kernels of the card.
 CARD = (
-    "tierd.daemon.engine.backend_cuda", "tierd.daemon.engine.model.card_memory",
+    "tierd.daemon.engine.backend_cuda", "tierd.daemon.engine.model.cached_experts",
+    "tierd.daemon.engine.model.card_experts", "tierd.daemon.engine.model.card_memory",
     "tierd.daemon.engine.model.card_records", "tierd.daemon.engine.model.passing",
     "tierd.daemon.engine.model.weights_card",
 )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from tests.kernels.gpu.cards import Memory
 from tests.kernels.gpu.cases import aligned
 from tests.tiers.fake_gpu import FakeGpu
+from tests.tiers.faults import GatedDisk
 from tierd.daemon.engine.batch import Batch
 from tierd.daemon.engine.model import rope
 from tierd.daemon.engine.model.card_memory import Card
@@ -26,17 +27,21 @@ from tierd.tiers.mover import Disturbance, Mover
 
 
 class Bench:
-    """Passes of one row over weights of a card, without an engine around them."""
+    """Passes over weights of a card, without an engine around them."""
 
-    def __init__(self, model: Path, device_bytes: int | None, host_bytes: int | None, seed: int = 5) -> None:
+    def __init__(
+        self, model: Path, device_bytes: int | None, host_bytes: int | None, seed: int = 5, threads: int = 0
+    ) -> None:
+        self.disk = GatedDisk()
         self.gpu, self.memory = FakeGpu(seed), Memory()
         self.manifest = load_manifest(model)
         spec = self.manifest.spec
         self.mover = Mover(3, before=Disturbance(seed, 0.001))
         card = Card(self.gpu, self.gpu.new_stream(), torch.device("cpu"), torch.bfloat16, None, self.memory)
         self.weights = CardWeights(
-            model, self.manifest, device_bytes, host_bytes, card, self.mover, lambda _done, _total: None
-        )
+            model, self.manifest, device_bytes, host_bytes, card, self.mover, lambda _done, _total: None,
+            threads=threads, io=self.disk.as_io(),
+        )  # fmt: skip
         layout = PageLayout(spec.num_layers, spec.kv_heads, spec.head_dim, "bf16")
         tables = rope.tables(rope.frequencies(spec, 16), 16)
         self.decoder = GpuDecoder(
@@ -60,10 +65,17 @@ class Bench:
         assert not self.gpu.events and len(self.gpu.lanes) == 1  # that computes
 
     def step(self, token: int, position: int) -> np.ndarray:
-        one, zero = np.array([token], np.int32), np.zeros(1, np.int32)
+        return self.chunk([token], position)
+
+    def chunk(self, tokens: list[int], position: int) -> np.ndarray:
+        """Logits of every row."""
+        rows, count = np.arange(len(tokens), dtype=np.int32), len(tokens)
         where = np.array([self.page.ctypes.data], np.int64)
         return self.runner.run(
-            Batch(one, np.array([position], np.int32), zero, where, np.array([0, 1], np.int32), zero)
+            Batch(
+                np.array(tokens, np.int32), rows + np.int32(position), np.zeros(count, np.int32), where,
+                np.array([0, 1], np.int32), rows,
+            )  # fmt: skip
         )
 
 

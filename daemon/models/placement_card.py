@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry
 from tierd.daemon.models.placement import MAX_SLOTS, MIN_SLOTS, DoesNotFit, head_record, spread
-from tierd.daemon.models.records import EXPERT_PREFIX
 from tierd.daemon.models.spec import ModelSpec
 from tierd.kernels import card_bytes
 
@@ -63,8 +62,6 @@ def place_on_card(
 
 def refused_by_card(spec: ModelSpec) -> str:
     """Why the kernels of a card don't take a model, so that the processors compute it; "" if they do."""
-    if spec.experts is not None:
-        return "mixtures of experts are not computed on a card yet"
     if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MAX_HEAD_DIM:
         return f"its kernels take heads of a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, not of {spec.head_dim}"
     return ""
@@ -90,9 +87,8 @@ def _candidates(manifest: Manifest) -> Iterator[CardPlacement]:
     """Every number of streamed layers, with the embedding on the card and without, with each number of slots."""
     layers = [record for record in manifest.records if record.name.startswith("layer.")]
     sizes = {record.name: record_card_bytes(record) for record in manifest.records}
-    others = frozenset(
-        record.name for record in manifest.records if not record.name.startswith(("layer.", EXPERT_PREFIX))
-    )
+    # Experts stay on the card: of those that would have to leave it nobody knows which ones a pass needs.
+    others = frozenset(record.name for record in manifest.records if not record.name.startswith("layer."))
     is_apart = head_record(manifest) != "embed"
     for below in (frozenset[str](), frozenset(["embed"])) if is_apart else (frozenset[str](),):
         for count in range(len(layers) + 1):

@@ -25,6 +25,7 @@ from tierd.kernels.gpu.inputs import Inputs, Sizes
 from tierd.kernels.gpu.launch import on_host, wait_for
 from tierd.kernels.gpu.layers import Ends, GpuLayer
 from tierd.kernels.gpu.mixture import CardExpertSource
+from tierd.kernels.gpu.moe import mixture
 from tierd.kernels.gpu.pages import base_of, copy_layout, value_dtype
 from tierd.kernels.gpu.products import product_plan, rows_plan
 from tierd.kernels.gpu.sample import plan_sample
@@ -122,8 +123,8 @@ class GpuDecoder:
 
     @property
     def streams(self) -> bool:
-        """Whether some layer is handed in."""
-        return None in self._layers
+        """Whether some layer is handed in, or some expert brought."""
+        return any(layer is None or not layer.is_whole for layer in self._layers)
 
     @property
     def has_far(self) -> bool:
@@ -201,8 +202,6 @@ class GpuDecoder:
         `choose` as there, but queries stay on the card, not scaled, by row. Raises ValueError as `CpuDecoder.layer`.
         """
         opened = self._opened()
-        if experts is not None:
-            raise ValueError("mixtures of experts are not computed on a card yet")
         if index != opened.next_layer or index >= len(self._layers):
             raise ValueError(f"layer {index} of {len(self._layers)} after {opened.next_layer} layers")
         check_addresses(pages, opened.page_offsets, ranges_of(memories), self.layout, range(index, index + 1))
@@ -217,7 +216,7 @@ class GpuDecoder:
         with torch.cuda.stream(self._stream):
             opened.inputs.load_pages(opened.arranged, pages)
             opened.branch, opened.residual = self._layer(
-                index, layer, opened.branch, opened.residual, opened.inputs, asking
+                index, layer, opened.branch, opened.residual, opened.inputs, asking, experts
             )
             wait_for(self.device)
 
@@ -287,9 +286,9 @@ class GpuDecoder:
         )  # fmt: skip
 
     def _require_all(self) -> None:
-        missing = [index for index, layer in enumerate(self._layers) if layer is None]
+        missing = [index for index, layer in enumerate(self._layers) if layer is None or not layer.is_whole]
         if missing:
-            raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
+            raise ValueError(f"layers {missing}, or experts of them, are streamed: compute the pass layer by layer")
 
     def _inputs(self, sizes: Sizes) -> Inputs:
         width = self.shape.hidden if self._embed_rows is not None else 0
@@ -341,7 +340,7 @@ class GpuDecoder:
 
     def _layer(
         self, index: int, layer: GpuLayer, branch: Tensor, residual: Tensor | None, inputs: Inputs,
-        chosen: Callable[[int, Tensor], None] | None,
+        chosen: Callable[[int, Tensor], None] | None, source: CardExpertSource | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The branch and the residual after a layer. Temporaries go back to torch's allocator as it proceeds. `chosen`
         puts what is read into the inputs when the queries are known."""
@@ -350,6 +349,9 @@ class GpuDecoder:
         attended = self._attend(index, layer, normed, inputs, chosen)
         branch = product_plan(attended, layer.o, layer.o_bias).run()
         normed, residual = plan_add_norm(branch, layer.mlp_norm, shape.norm_eps, residual).run()
+        if layer.experts is not None:
+            following = self._layers[index + 1] if index + 1 < len(self._layers) else None
+            return mixture(shape, index, layer, normed, source, residual, following), residual
         both = product_plan(normed, layer.gate_up, layer.gate_up_bias).run()
         return product_plan(plan_swiglu(both).run(), layer.down, layer.down_bias).run(), residual
 
@@ -367,9 +369,9 @@ class GpuDecoder:
         if chosen is not None:
             chosen(index, queries)
         if inputs.sizes.observed and not shape.windows[index]:
-            observe(index, queries, inputs, layout)
+            observe(index, queries, inputs, layout, layer.sink_logits)
         turned = Turned(queries, keys, values, sink_queries)
-        attended = attend(index, turned, inputs, layout, shape.windows[index])
+        attended = attend(index, turned, inputs, layout, shape.windows[index], layer.sink_logits)
         return attended.view(len(attended), -1).to(self._dtype)
 
     def _rotated(self, layer: GpuLayer, qkv: Tensor, kv_heads: int, angles: Tensor) -> Rotated:

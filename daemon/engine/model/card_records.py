@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierd.daemon.engine.model.card_memory import Card, CardFull, PassMemory, PassNeeds, pieces_of
-from tierd.daemon.engine.model.load import RecordView, layer_of, map_file, record_named
+from tierd.daemon.engine.model.load import RecordView, expert_of, layer_of, map_file, record_named, shape_of
 from tierd.daemon.engine.model.passing import PassingLayers
 from tierd.daemon.engine.model.pieces import open_file, read_record
 from tierd.daemon.engine.model.weights_status import WEIGHTS_TIMEOUT_S, Counted, NotMoved
 from tierd.daemon.errors import ModelInvalid
-from tierd.daemon.models.catalog import Manifest
+from tierd.daemon.models.catalog import Manifest, RecordEntry
 from tierd.daemon.models.placement import MAX_SLOTS, head_record
 from tierd.daemon.models.placement_card import DISK_SLOTS, CardPlacement, record_card_bytes
+from tierd.daemon.models.records import expert_places
 from tierd.daemon.units import human_bytes
+from tierd.kernels.gpu.experts import GpuExpert, GpuExperts
 from tierd.kernels.gpu.layers import Ends, GpuLayer, load_ends, place_bytes
 from tierd.tiers.cuda_memory import pinned_array
 from tierd.tiers.errors import MoverClosed, WeightsLost
@@ -44,6 +46,7 @@ class CardRecords:
 
     Attributes:
         entries: all records by name; `names`: those of layers, in the order of a pass.
+        places: those of experts, with the layer and the number of each.
         layers: those that are on the card, None for the others.
         host: records in CPU memory: registered, but for the embedding, which the CPU reads.
         target: where everything is to lie.
@@ -59,6 +62,8 @@ class CardRecords:
         self.entries = {record.name: record for record in manifest.records}
         self.names = [f"layer.{number}" for number in range(manifest.spec.num_layers)]
         self.layers: list[GpuLayer | None] = [None] * len(self.names)
+        self.places = expert_places(manifest.spec)
+        self._experts = self._tables()
         self.host: dict[str, Bytes] = {}
         self.target = target
         self.passing: PassingLayers | None = None
@@ -89,7 +94,9 @@ class CardRecords:
                 memory = self.host[name] = self.pinned(name)
             else:
                 memory = read_record(self.opened(), entry)
-            if name not in self.names:
+            if name in self.places:
+                self._load_expert(entry, memory)
+            elif name not in self.names:
                 ends[name] = memory
             elif name in target.device:
                 index = self.names.index(name)
@@ -126,7 +133,7 @@ class CardRecords:
         entry = self.entries[self.names[index]]
         layer = layer_of(RecordView(entry, memory), self._manifest.spec, index)
         with self._card.filling(record_card_bytes(entry)):
-            return GpuLayer.load(layer, self._card.device, self._card.dtype)
+            return GpuLayer.load(layer, self._card.device, self._card.dtype, self._experts.get(index))
 
     def pinned(self, name: str) -> Bytes:
         """A record in registered memory, checked."""
@@ -207,9 +214,28 @@ class CardRecords:
             self._file.close()
         self.passing = self._file = self.decoder = None
         self.layers = []
+        self._experts = {}
         self.host.clear()
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _tables(self) -> dict[int, GpuExperts]:
+        """Of the layers that are mixtures; no expert is there yet."""
+        shape, spec = shape_of(self._manifest.spec), self._manifest.spec
+        if shape.experts is None:
+            return {}
+        with self._card.filling(0):
+            return {
+                layer: GpuExperts(shape.experts, spec.hidden, self._card.device, self._card.dtype)
+                for layer in shape.experts.layers
+            }
+
+    def _load_expert(self, entry: RecordEntry, memory: Bytes) -> None:
+        """An expert to the card, for good. Raises CardFull."""
+        layer, number = self.places[entry.name]
+        weights = expert_of(RecordView(entry, memory), self._manifest.spec)
+        with self._card.filling(record_card_bytes(entry)):
+            self._experts[layer].put({number: GpuExpert.load(weights, self._card.device, self._card.dtype)})
 
     def _memory_of(self, name: str) -> Bytes:
         return self.host[name] if name in self.host else read_record(self.opened(), self.entries[name])
@@ -240,8 +266,9 @@ class CardRecords:
         )
         memory = PassMemory(self._card, needs, before)
         return PassingLayers(
-            self._card, self._mover, entries, host, memory, self.opened, overlap=self._overlap, clock=self._clock
-        )
+            self._card, self._mover, entries, host, memory, self.opened, self._experts, overlap=self._overlap,
+            clock=self._clock,
+        )  # fmt: skip
 
     def _exchanged(
         self, target: CardPlacement, host: Mapping[str, Bytes], missing: Sequence[int], leaving: Sequence[int]

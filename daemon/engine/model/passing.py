@@ -11,6 +11,7 @@ from tierd.daemon.engine.model.card_memory import Card, PassMemory, pieces_of
 from tierd.daemon.engine.model.pieces import layer_piece
 from tierd.daemon.engine.model.weights_status import Counted
 from tierd.daemon.models.catalog import RecordEntry
+from tierd.kernels.gpu.experts import GpuExperts
 from tierd.kernels.gpu.layers import GpuLayer, SlotLayer
 from tierd.tiers.gpu import DeviceRow
 from tierd.tiers.mover import Mover
@@ -30,14 +31,15 @@ class PassingLayers:
         host: those of them that lie in registered CPU memory; the others are on the disk.
         memory: that they pass through. One that was closed before may have had the same.
         opened: gives the file, where it is needed.
+        experts: of layers that are mixtures, by index.
 
     Raises ModelInvalid, and GpuError.
     """
 
     def __init__(
         self, card: Card, mover: Mover, entries: Mapping[int, RecordEntry], host: Mapping[str, Bytes],
-        memory: PassMemory, opened: Callable[[], WeightFile], *, overlap: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        memory: PassMemory, opened: Callable[[], WeightFile], experts: Mapping[int, GpuExperts], *,
+        overlap: bool = True, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._card, self.memory = card, memory
         self._pieces = [pieces_of(entry) for entry in entries.values()]
@@ -57,8 +59,10 @@ class PassingLayers:
             owners=memory.slots, disk=self._disk, overlap=overlap, clock=clock,
         )  # fmt: skip
         self._numbers = {index: number for number, index in enumerate(entries)}
+        self._experts = [experts.get(index) for index in entries]
         self._slots = [
-            [SlotLayer(each, slot, memory.place, card.dtype) for slot in memory.slots] for each in self._pieces
+            [SlotLayer(each, slot, memory.place, card.dtype, mixture) for slot in memory.slots]
+            for each, mixture in zip(self._pieces, self._experts, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -92,7 +96,9 @@ class PassingLayers:
         slot = self._ring.take(number, deadline_s)
         passing = self._slots[number][slot]
         if place is not None:
-            passing = SlotLayer(self._pieces[number], self.memory.slots[slot], place, self._card.dtype)
+            passing = SlotLayer(
+                self._pieces[number], self.memory.slots[slot], place, self._card.dtype, self._experts[number]
+            )
         with torch.cuda.stream(self._card.stream):
             layer = passing.lay_out()
         self._ring.release()  # the slot can be filled while the layer is computed

@@ -58,8 +58,6 @@ class CardWeights:
         io: StoreIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if manifest.spec.experts is not None:
-            raise ValueError("mixtures of experts are not computed on a card yet")
         self.shape = shape_of(manifest.spec)
         self._manifest, self._card, self._mover = manifest, card, mover
         self._budget_bytes, self._host_budget_bytes = device_bytes, host_bytes
@@ -160,9 +158,16 @@ class CardWeights:
         )
 
     def rows(self) -> list[WeightRow]:
-        """Every record in the order of the file: where it lies, and of streamed ones how often they were there."""
-        out, card = [], self._records.on_card()
+        """Every record in the order of the file: where it lies, and of streamed ones how often they were there.
+
+        The experts of a layer are one row, and on the card."""
+        out, card = list[WeightRow](), self._records.on_card()
         for name, entry in self._records.entries.items():
+            if (place := self._records.places.get(name)) is not None:
+                if place[1] == 0:
+                    out.append(WeightRow(f"layer.{place[0]}.experts", 0, "device"))
+                out[-1] = out[-1]._replace(bytes=out[-1].bytes + entry.bytes)
+                continue
             tier = "device" if name in card else "host" if name in self._records.host else "nvme"
             row = WeightRow(name, entry.bytes, tier)
             if self._records.passing is not None and name in self._records.names:

@@ -27,7 +27,7 @@ from tierd.kernels.gpu.fused import plan_add_norm
 from tierd.kernels.gpu.grouped import Shape, grouped_launch
 from tierd.kernels.gpu.launch import FLOAT_DTYPES, Launch, Plan, check_contiguous, check_tensor, next_power_of_2
 from tierd.kernels.gpu.layers import GpuLayer
-from tierd.kernels.gpu.mixture import CardExpertSource
+from tierd.kernels.gpu.mixture import Bringing, CardExpertSource
 from tierd.kernels.gpu.routing import Grouped, HostGroups, Routed, Tiling, plan_group, plan_route
 
 if TYPE_CHECKING:
@@ -171,14 +171,13 @@ def plan_experts(
 
 
 def mixture(
-    shape: DecoderShape, index: int, layer: GpuLayer, x: Tensor, source: CardExpertSource | None,
-    residual: Tensor, following: GpuLayer | None,
-) -> Tensor:  # fmt: skip
+    shape: DecoderShape, index: int, layer: GpuLayer, x: Tensor, residual: Tensor, bringing: Bringing | None
+) -> Tensor:
     """Launches the second half of layer `index`, a mixture, on normed rows x [rows, hidden]: what is added to the
     residual.
 
-    source               who brings experts that are not on the card; not asked where all are
-    residual, following  what the rows are before the norm, and the next layer if it is on the card: for a guess
+    residual  what the rows are before the norm: of that the next layer's experts are guessed
+    bringing  of experts that are not on the card; nobody is asked where all are
 
     Raises ValueError where experts are missing and nobody brings them, and what the source raises.
     """
@@ -187,12 +186,12 @@ def mixture(
     routed = plan_route(x, router, layer.router_bias, mixed.used, mixed.renormalized).run()
     if experts.all_here:
         return plan_experts(x, routed, experts.table, experts.kinds, mixed).run()
-    if source is None:
+    if bringing is None:
         raise ValueError(f"experts of layer {index} are not on the card: say who brings them")
     groups = HostGroups.of(routed.experts.cpu().numpy())
-    guessed = _guessed(shape, residual, following) if len(x) <= GUESS_ROWS else {}
+    guessed = _guessed(shape, residual, bringing.following) if len(x) <= GUESS_ROWS else {}
     work = _Work(x, mixed)
-    _fill(index, x, work, experts, groups, guessed, source)
+    _fill(index, x, work, experts, groups, guessed, bringing.source)
     return plan_combine(work.results, routed.shares, x.dtype).run()
 
 

@@ -30,6 +30,10 @@ class LayOut(Protocol):
     def __call__(self, stage: int, expert: int, place: int) -> None: ...
 
 
+def _nowhere(stage: int, expert: int, place: int) -> None:
+    raise AssertionError(f"expert {expert} has come after the end")
+
+
 class DiskBelow:
     """Experts that lie on the disk: `pieces` by number, and slots of registered memory that they are read into."""
 
@@ -196,6 +200,7 @@ class CardFetches:
         at_rest = self.rest(CLOSE_WAIT_S if wait_s is None else wait_s)
         if at_rest:
             self._copies.close()
+            self._lay_out = _nowhere  # whoever gave it holds this, and memory that would wait for the collector
         return at_rest
 
     # -- inside ----------------------------------------------------------------------------------------------------

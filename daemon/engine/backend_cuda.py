@@ -36,7 +36,7 @@ from tierd.tiers.mover import Mover
 Floats = npt.NDArray[np.float32]
 
 # Each waits for the event of one copy: so the next ones are queued meanwhile, those of weights among them.
-COPY_THREADS = 6
+COPY_THREADS = 8
 PIN_TIMEOUT_S = 600.0
 MODES = frozenset(Kind)  # what `GpuDecoder` has
 MIN_CAPABILITY = (8, 0)  # bfloat16 on tensor cores, and copies to shared memory that nobody waits for
@@ -176,7 +176,13 @@ class CudaBackend:
             far=far,
         )  # fmt: skip
         weights.attach(decoder)
-        decoder.warm_up(progress, lambda index: weights.layer(index, time.monotonic() + WEIGHTS_TIMEOUT_S), copies)
+
+        def deadline_s() -> float:
+            return time.monotonic() + WEIGHTS_TIMEOUT_S
+
+        decoder.warm_up(
+            progress, lambda index: weights.layer(index, deadline_s()), copies, lambda: weights.experts(deadline_s())
+        )
         if weights.streams:
             self._note(f"{weights.describe()}; steps run without CUDA graphs")
         return decoder

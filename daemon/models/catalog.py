@@ -150,16 +150,16 @@ def load_manifest(directory: Path) -> Manifest:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             raw = file.read(_MAX_MANIFEST_BYTES + 1)
     except OSError as exc:
-        raise ModelFileError(f"can't read {MANIFEST}: {exc.strerror}; remove the model and pull it again") from None
+        raise ModelFileError(f"can't read {MANIFEST}: {exc.strerror}; pull it again with --force") from None
     if len(raw) > _MAX_MANIFEST_BYTES:
-        raise ModelFileError(f"{MANIFEST} is too large; remove the model and pull it again")
+        raise ModelFileError(f"{MANIFEST} is too large; pull it again with --force")
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise ModelFileError(f"{MANIFEST} isn't valid ({exc}); remove the model and pull it again") from None
+        raise ModelFileError(f"{MANIFEST} isn't valid ({exc}); pull it again with --force") from None
     problem = _find_problem(directory, manifest)
     if problem:
-        raise ModelFileError(f"{problem}; remove the model and pull it again")
+        raise ModelFileError(f"{problem}; pull it again with --force")
     return manifest
 
 

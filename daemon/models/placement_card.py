@@ -91,8 +91,6 @@ def place_on_card(
 
 def refused_by_card(spec: ModelSpec) -> str:
     """Why the kernels of a card don't take a model, so that the processors compute it; "" if they do."""
-    if spec.experts is not None:
-        return "mixtures of experts are not computed on a card yet"
     if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MAX_HEAD_DIM:
         return f"its kernels take heads of a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, not of {spec.head_dim}"
     return ""

@@ -92,6 +92,11 @@ def expert_names(spec: ModelSpec) -> dict[int, list[str]]:
             for layer in spec.experts.layers}  # fmt: skip
 
 
+def expert_places(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """By the name of its record: the layer and the number of each expert."""
+    return {name: (layer, n) for layer, names in expert_names(spec).items() for n, name in enumerate(names)}
+
+
 def _layer(spec: ModelSpec, layer: int) -> list[PlannedTensor]:
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     qkv = (("q", query), ("k", key), ("v", key))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine, Sizes
-from tierd.daemon.models.spec import ModelSpec
+from tierd.daemon.models.spec import ExpertsSpec, ModelSpec
 from tierd.daemon.plan.cards import RESERVED_BYTES
 from tierd.daemon.plan.workspace import exact_bytes, page_layout
 from tierd.daemon.settled import resolve_sizes
@@ -18,6 +18,9 @@ CARD_COPY_FORMAT = "bf16"  # of exact copies beside packed pages: what a card co
 _GRAPH_ROWS = 64  # of the largest captured step: kernels.gpu.graphs
 _SPLIT_TOKENS = 512  # of decode: each gives sums of its own
 _FLOAT_BYTES, _HALF_BYTES = 4, 2
+# Of kernels.gpu, which can't be imported here: outputs of a panel, panels that a product for few rows is cut up for,
+# and the addresses of an expert.
+_PANEL_ROWS, _GROUPED_PROGRAMS, _EXPERT_LINE_BYTES = 32, 512, 48
 
 
 class CardSizes(NamedTuple):
@@ -48,7 +51,25 @@ def workspace_bytes(spec: ModelSpec, context: int, max_batch: int, max_streams: 
     parts = _GRAPH_ROWS * spec.heads * -(-context // _SPLIT_TOKENS) * (spec.head_dim + 2)
     logits = (_GRAPH_ROWS + 2 * max_streams) * spec.vocab
     tables = 2 * context * (spec.head_dim // 2)
-    return 2 * rows * widths * _HALF_BYTES + (parts + logits + tables) * _FLOAT_BYTES
+    buffers = 2 * rows * widths * _HALF_BYTES + (parts + logits + tables) * _FLOAT_BYTES
+    return buffers + (0 if spec.experts is None else mixture_bytes(spec, spec.experts, rows))
+
+
+def mixture_bytes(spec: ModelSpec, experts: ExpertsSpec, rows: int) -> int:
+    """Of a mixture (`kernels.gpu.moe`) of so many rows: what the router says, what experts make of each row that goes
+    through them; and the addresses of all experts. An upper bound."""
+    width, hidden = experts.intermediate, spec.hidden
+
+    def parts(outputs: int) -> int:
+        return max(_GROUPED_PROGRAMS // (-(-outputs // _PANEL_ROWS) * experts.used), 1)
+
+    def of_slots(rows: int, both: int, results: int) -> int:
+        return rows * experts.used * (2 * width * both + width * _HALF_BYTES + hidden * results)
+
+    few = of_slots(min(rows, _GRAPH_ROWS), parts(2 * width) * _FLOAT_BYTES, parts(hidden) * _FLOAT_BYTES)
+    many = of_slots(rows, _HALF_BYTES, _FLOAT_BYTES)
+    numbers = rows * (experts.count + 8 * experts.used) + 4 * experts.count
+    return max(few, many) + rows * hidden * _HALF_BYTES + numbers * _FLOAT_BYTES + experts.total * _EXPERT_LINE_BYTES
 
 
 def choose_card_sizes(

@@ -42,50 +42,58 @@ def write(layer: int, keys: Tensor, values: Tensor, inputs: Inputs, layout: Page
         Plan(None, (), (*turn, *plan_write(turned, values, copies, layer).launches)).run()
 
 
-def attend(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int) -> Tensor:
-    """Launches it: [rows, heads, head_dim]. Keys and values of the rows are in their pages. `window`: the layer's."""
+def attend(
+    layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int, logits: Tensor | None = None
+) -> Tensor:
+    """Launches it: [rows, heads, head_dim]. Keys and values of the rows are in their pages. `window`: the layer's;
+    `logits` fp32 [heads]: its sink logits, of which a model has learned one a head."""
     rows, decoding = len(turned.queries), inputs.sizes.decode_rows
     parts = []
     if decoding:
-        parts.append(_decode(layer, turned, inputs, layout, window))
+        parts.append(_decode(layer, turned, inputs, layout, window, logits))
     if inputs.sizes.chunks:
-        parts.append(_extend(layer, turned, inputs, layout, window, slice(decoding, rows)))
+        parts.append(_extend(layer, turned, inputs, layout, window, logits, slice(decoding, rows)))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int) -> Tensor:
+def _decode(
+    layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int, logits: Tensor | None
+) -> Tensor:
     sizes = inputs.sizes
     rows = slice(0, sizes.decode_rows)
     queries, table, windows = turned.queries[rows], inputs.decode_table(layout), inputs.windows[rows]
     if turned.sink_queries is None:
-        return plan_decode(queries, table, layer, window=window, windows=windows).run().out
+        return plan_decode(queries, table, layer, window=window, windows=windows, sinks=logits).run().out
     own = num_splits(table.max_pages)
     parts = _room(own + num_splits(sizes.max_sink_pages), queries)
     launches = split_launches(
         queries, table, layer, Merged(parts.out[:own], parts.lse[:own]), window=window, windows=windows
     )
     Plan(None, (), launches).run()
-    return _with_sinks(layer, turned.sink_queries, inputs, layout, window, rows, parts, own)
+    return _with_sinks(layer, turned.sink_queries, inputs, layout, window, logits, rows, parts, own)
 
 
-def _extend(layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int, rows: slice) -> Tensor:
+def _extend(
+    layer: int, turned: Turned, inputs: Inputs, layout: PageLayout, window: int, logits: Tensor | None, rows: slice
+) -> Tensor:
     queries, sizes = turned.queries[rows], inputs.sizes
     parts = None if turned.sink_queries is None else _room(1 + num_splits(sizes.max_sink_pages), queries)
     plan = plan_extend(
         queries, turned.keys[rows], turned.values[rows], inputs.chunk_rows, sizes.max_chunk_rows,
         inputs.chunk_table(layout), layer, window=window,
         windows=inputs.windows[rows] if sizes.bounded_chunks else None,
+        sinks=logits if parts is None else None,  # they come in once: where parts are merged
         into=None if parts is None else Merged(parts.out[0], parts.lse[0]),
     )  # fmt: skip
     found = plan.run().out
     if turned.sink_queries is None or parts is None:
         return found
-    return _with_sinks(layer, turned.sink_queries, inputs, layout, window, rows, parts, 1)
+    return _with_sinks(layer, turned.sink_queries, inputs, layout, window, logits, rows, parts, 1)
 
 
 def _with_sinks(
-    layer: int, sink_queries: Tensor, inputs: Inputs, layout: PageLayout, window: int, rows: slice, parts: Merged,
-    own: int,
+    layer: int, sink_queries: Tensor, inputs: Inputs, layout: PageLayout, window: int, logits: Tensor | None,
+    rows: slice, parts: Merged, own: int,
 ) -> Tensor:  # fmt: skip
     """Fills the parts behind the `own` ones, and merges all. The layer's window counts from where a row stands in the
     text."""
@@ -95,7 +103,7 @@ def _with_sinks(
         positions=inputs.positions[rows],
     )  # fmt: skip
     Plan(None, (), launches).run()
-    return plan_merge(parts.out, parts.lse, None, queries.dtype).run().out
+    return plan_merge(parts.out, parts.lse, logits, queries.dtype).run().out
 
 
 def _room(splits: int, queries: Tensor) -> Merged:
@@ -104,7 +112,9 @@ def _room(splits: int, queries: Tensor) -> Merged:
     return Merged(out, torch.empty(shape[:3], dtype=torch.float32, device=queries.device))
 
 
-def observe(layer: int, queries: Tensor, inputs: Inputs, layout: PageLayout) -> None:
+def observe(
+    layer: int, queries: Tensor, inputs: Inputs, layout: PageLayout, logits: Tensor | None = None
+) -> None:
     """Adds to `inputs.masses` how much of its attention each observed row gives to its pages in a layer without a
     window: the mean over the heads of a group. Their scores are computed once more: nobody else is slowed down by it.
 
@@ -112,7 +122,7 @@ def observe(layer: int, queries: Tensor, inputs: Inputs, layout: PageLayout) -> 
     arXiv 2306.14048). As `kernels.cpu.masses`.
     """
     watched = torch.index_select(queries, 0, inputs.observed_rows)
-    inputs.masses.add_(plan_masses(watched, inputs.observed_table(layout), layer).run())
+    inputs.masses.add_(plan_masses(watched, inputs.observed_table(layout), layer, logits).run())
 
 
 def masses_of(masses: Tensor, observed: Observed, group: int) -> NDArray[np.float64]:

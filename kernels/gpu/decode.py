@@ -256,13 +256,17 @@ def plan_decode(
     return Plan(Decoded(*merged.result, mass), (*buffers, page_lses, mass), (*launches, launch))
 
 
-def plan_masses(queries: Tensor, table: PageTable, layer: int) -> Plan[Tensor]:
+def plan_masses(queries: Tensor, table: PageTable, layer: int, sinks: Tensor | None = None) -> Plan[Tensor]:
     """`masses` without running it."""
     heads = check_queries(queries, table, layer, 0.0, 0)
+    if sinks is not None:
+        check_tensor("sinks", sinks, [torch.float32], [heads], queries)
     shapes = ((num_splits(table.max_pages), len(queries), heads), (len(table.pages), heads), (len(queries), heads))
     lses, page_lses, lse = (torch.empty(shape, dtype=torch.float32, device=queries.device) for shape in shapes)
     launches = split_launches(queries, table, layer, (None, lses), page_lses=page_lses)
     together = Call(lambda: torch.logsumexp(lses, 0, out=lse))
+    if sinks is not None:
+        together = Call(lambda: torch.logaddexp(torch.logsumexp(lses, 0), sinks, out=lse))
     mass, launch = _plan_mass(table, page_lses, lse, _seen_by(table, 0, None, None))
     return Plan(mass, (lses, page_lses, lse, mass), (*launches, together, launch))
 
@@ -329,9 +333,11 @@ def decode(
     ).run()  # fmt: skip
 
 
-def masses(queries: Tensor, table: PageTable, layer: int) -> Tensor:
+def masses(queries: Tensor, table: PageTable, layer: int, sinks: Tensor | None = None) -> Tensor:
     """The `mass` of `decode`, without a window, and nothing else: no values are read. Twin: `reference.decode`.
+
+    sinks  fp32 [heads] or None, as there
 
     Raises ValueError for wrong shapes, types or devices.
     """
-    return plan_masses(queries, table, layer).run()
+    return plan_masses(queries, table, layer, sinks).run()

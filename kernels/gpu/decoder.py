@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierd.kernels.gpu.angles import AngleTables
-from tierd.kernels.gpu.attention import Turned, attend, masses_of, observe, write
+from tierd.kernels.gpu.attention import masses_of
 from tierd.kernels.gpu.batch import Addresses, Arranged, arrange, check_addresses, checked_copies, ranges_of
 from tierd.kernels.gpu.choice import Asking, Choices, Choose, Choosing, check_tables
-from tierd.kernels.gpu.fused import Rotated, plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.graphs import Capturer, Graphs, GraphStats
 from tierd.kernels.gpu.inputs import Inputs, Sizes
 from tierd.kernels.gpu.launch import on_host, wait_for
 from tierd.kernels.gpu.layers import Ends, GpuLayer
-from tierd.kernels.gpu.mixture import CardExpertSource
-from tierd.kernels.gpu.pages import base_of, copy_layout, value_dtype
-from tierd.kernels.gpu.products import product_plan, rows_plan
+from tierd.kernels.gpu.mixture import Bringing, CardExpertSource
+from tierd.kernels.gpu.pages import base_of, copy_layout
+from tierd.kernels.gpu.passes import Network, Passed
 from tierd.kernels.gpu.sample import plan_sample
 from tierd.kernels.gpu.warm import warm_up
 from tierd.kernels.layout import PageLayout
@@ -46,15 +45,6 @@ class Draws(NamedTuple):
     top_ps: Floats
     min_ps: Floats
     draws: Floats
-
-
-class _Passed(NamedTuple):
-    """A pass that has been computed: logits, and what the final norm takes of every row."""
-
-    logits: Tensor
-    branch: Tensor
-    residual: Tensor | None
-    masses: Tensor  # of the observed rows, see `attention.observe`
 
 
 @dataclass(slots=True)
@@ -109,21 +99,22 @@ class GpuDecoder:
         if cos.ndim != 2 or sin.shape != cos.shape or cos.shape[1] != shape.head_dim // 2 or not len(cos):
             raise ValueError(f"cos and sin must be [context, {shape.head_dim // 2}], got {cos.shape} and {sin.shape}")
         self.shape, self.layout, self.max_rows, self.context = shape, layout, max_rows, len(cos)
-        self._layers, self._ends, self._dtype = list(layers), ends, dtype
+        self._layers, self._dtype = list(layers), dtype
         self.device = ends.final_norm.device
         self._base = base_of(layout, self.device)
-        self._page_dtype, self.copy_layout = value_dtype(layout, dtype), copy_layout(layout, dtype)
+        self.copy_layout = copy_layout(layout, dtype)
         self._angles = AngleTables(cos, sin, max_rows, far, self.device)
+        self._network = Network(shape, ends, layout, self._angles, dtype)
         self._embed_rows, self._capture, self._note = embed_rows, capture, note
-        self._graphs: Graphs[_Passed] = Graphs(self._inputs, capture, note)
+        self._graphs: Graphs[Passed] = Graphs(self._inputs, capture, note)
         self._stream = stream
         self._open: _Open | None = None
-        self._last: tuple[Arranged, _Passed] | None = None
+        self._last: tuple[Arranged, Passed] | None = None
 
     @property
     def streams(self) -> bool:
-        """Whether some layer is handed in."""
-        return None in self._layers
+        """Whether some layer is handed in, or some expert brought."""
+        return any(layer is None or not layer.is_whole for layer in self._layers)
 
     @property
     def has_far(self) -> bool:
@@ -189,7 +180,7 @@ class GpuDecoder:
         with torch.cuda.stream(self._stream):
             inputs = self._inputs(Sizes.of(arranged))
             self._load(inputs, arranged, np.zeros(int(page_offsets[-1]), np.int64))
-            self._open = _Open(arranged, inputs, page_offsets.copy(), self._embed(inputs), None)
+            self._open = _Open(arranged, inputs, page_offsets.copy(), self._network.embed(inputs), None)
             wait_for(self.device)
 
     def layer(
@@ -201,8 +192,6 @@ class GpuDecoder:
         `choose` as there, but queries stay on the card, not scaled, by row. Raises ValueError as `CpuDecoder.layer`.
         """
         opened = self._opened()
-        if experts is not None:
-            raise ValueError("mixtures of experts are not computed on a card yet")
         if index != opened.next_layer or index >= len(self._layers):
             raise ValueError(f"layer {index} of {len(self._layers)} after {opened.next_layer} layers")
         check_addresses(pages, opened.page_offsets, ranges_of(memories), self.layout, range(index, index + 1))
@@ -216,8 +205,9 @@ class GpuDecoder:
             asking = Asking(choose, opened.arranged, opened.inputs, opened.page_offsets, self.layout)
         with torch.cuda.stream(self._stream):
             opened.inputs.load_pages(opened.arranged, pages)
-            opened.branch, opened.residual = self._layer(
-                index, layer, opened.branch, opened.residual, opened.inputs, asking
+            opened.branch, opened.residual = self._network.layer(
+                index, layer, opened.branch, opened.residual, opened.inputs, asking,
+                None if experts is None else Bringing(experts, self._following(index)),
             )
             wait_for(self.device)
 
@@ -230,7 +220,7 @@ class GpuDecoder:
             raise ValueError(f"the open pass has {opened.next_layer} of {len(self._layers)} layers")
         self._open = None
         with torch.cuda.stream(self._stream):
-            passed = self._head(opened.branch, opened.residual, opened.inputs)
+            passed = self._network.head(opened.branch, opened.residual, opened.inputs)
             self._last = (opened.arranged, passed)
             return on_host(passed.logits)
 
@@ -243,7 +233,7 @@ class GpuDecoder:
             raise ValueError(f"the last pass has {len(arranged.tokens)} rows")
         with torch.cuda.stream(self._stream):
             at = torch.from_numpy(arranged.new_rows[rows].astype(np.int64)).to(self.device)
-            return on_host(self._normed(branch, residual, at).float())
+            return on_host(self._network.normed(branch, residual, at).float())
 
     def masses(self) -> NDArray[np.float64]:
         """As `CpuDecoder.masses`: of the observed rows of the last pass. Raises ValueError where none was observed."""
@@ -255,11 +245,11 @@ class GpuDecoder:
 
     def warm_up(
         self, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None] = lambda index: None,
-        copies: bool = False,
+        copies: bool = False, experts: Callable[[], CardExpertSource | None] = lambda: None,
     ) -> None:  # fmt: skip
         """Compiles what passes launch, on a page of its own, see `warm.py`. `place` gives the layers that the decoder
-        does not have; `copies`: pages will have exact ones."""
-        warm_up(self, progress, place, copies)
+        does not have, `experts` who brings those of a layer; `copies`: pages will have exact ones."""
+        warm_up(self, progress, place, copies, experts)
 
     def set_layer(self, index: int, layer: GpuLayer | None) -> None:
         """Between passes: a layer lies there from now on; None: it is handed in. What was captured is forgotten."""
@@ -287,9 +277,9 @@ class GpuDecoder:
         )  # fmt: skip
 
     def _require_all(self) -> None:
-        missing = [index for index, layer in enumerate(self._layers) if layer is None]
+        missing = [index for index, layer in enumerate(self._layers) if layer is None or not layer.is_whole]
         if missing:
-            raise ValueError(f"layers {missing} are streamed: compute the pass layer by layer")
+            raise ValueError(f"layers {missing}, or experts of them, are streamed: compute the pass layer by layer")
 
     def _inputs(self, sizes: Sizes) -> Inputs:
         width = self.shape.hidden if self._embed_rows is not None else 0
@@ -324,72 +314,18 @@ class GpuDecoder:
             return passed.logits[: len(rows)]
         return passed.logits[torch.from_numpy(rows.astype(np.int64)).to(self.device)]
 
-    def _compute(self, inputs: Inputs, choosing: Choosing | None = None) -> _Passed:
-        branch, residual = self._embed(inputs), None
+    def _compute(self, inputs: Inputs, choosing: Choosing | None = None) -> Passed:
+        branch, residual = self._network.embed(inputs), None
         for index, layer in enumerate(self._layers):
             assert layer is not None
-            branch, residual = self._layer(index, layer, branch, residual, inputs, choosing)
+            branch, residual = self._network.layer(index, layer, branch, residual, inputs, choosing)
             if choosing is not None:
                 choosing.learn(index)
-        return self._head(branch, residual, inputs)
+        return self._network.head(branch, residual, inputs)
 
-    def _embed(self, inputs: Inputs) -> Tensor:
-        inputs.masses.zero_()  # here, so that a captured step begins with it
-        if self._ends.embed is None:
-            return inputs.embedded
-        return rows_plan(inputs.tokens, self._ends.embed, self._dtype).run()
-
-    def _layer(
-        self, index: int, layer: GpuLayer, branch: Tensor, residual: Tensor | None, inputs: Inputs,
-        chosen: Callable[[int, Tensor], None] | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The branch and the residual after a layer. Temporaries go back to torch's allocator as it proceeds. `chosen`
-        puts what is read into the inputs when the queries are known."""
-        shape = self.shape
-        normed, residual = plan_add_norm(branch, layer.attn_norm, shape.norm_eps, residual).run()
-        attended = self._attend(index, layer, normed, inputs, chosen)
-        branch = product_plan(attended, layer.o, layer.o_bias).run()
-        normed, residual = plan_add_norm(branch, layer.mlp_norm, shape.norm_eps, residual).run()
-        both = product_plan(normed, layer.gate_up, layer.gate_up_bias).run()
-        return product_plan(plan_swiglu(both).run(), layer.down, layer.down_bias).run(), residual
-
-    def _attend(
-        self, index: int, layer: GpuLayer, normed: Tensor, inputs: Inputs,
-        chosen: Callable[[int, Tensor], None] | None,
-    ) -> Tensor:  # fmt: skip
-        shape, layout = self.shape, self.layout
-        fused = product_plan(normed, layer.qkv, layer.qkv_bias, self._page_dtype).run()
-        qkv = fused.view(len(fused), -1, shape.head_dim)
-        queries, keys = self._rotated(layer, qkv, shape.kv_heads, inputs.angles)
-        values = qkv[:, shape.heads + shape.kv_heads :]
-        sink_queries = self._rotated(layer, qkv, 0, inputs.seen_from).queries if inputs.sizes.sink_rows else None
-        write(index, keys, values, inputs, layout)
-        if chosen is not None:
-            chosen(index, queries)
-        if inputs.sizes.observed and not shape.windows[index]:
-            observe(index, queries, inputs, layout)
-        turned = Turned(queries, keys, values, sink_queries)
-        attended = attend(index, turned, inputs, layout, shape.windows[index])
-        return attended.view(len(attended), -1).to(self._dtype)
-
-    def _rotated(self, layer: GpuLayer, qkv: Tensor, kv_heads: int, angles: Tensor) -> Rotated:
-        shape, tables = self.shape, self._angles
-        return plan_rotate(
-            qkv, shape.heads, kv_heads, tables.cos, tables.sin, angles, layer.qk_norms, shape.norm_eps
-        ).run()
-
-    def _head(self, branch: Tensor, residual: Tensor | None, inputs: Inputs) -> _Passed:
-        if inputs.sizes.logits:
-            normed = self._normed(branch, residual, inputs.logit_rows)
-            logits = product_plan(normed, self._ends.head, None, torch.float32).run()
-        else:
-            logits = torch.empty((0, self.shape.vocab), dtype=torch.float32, device=self.device)
-        return _Passed(logits, branch, residual, inputs.masses)
-
-    def _normed(self, branch: Tensor, residual: Tensor | None, rows: Tensor) -> Tensor:
-        wanted = torch.index_select(branch, 0, rows)
-        rest = None if residual is None else torch.index_select(residual, 0, rows)
-        return plan_add_norm(wanted, self._ends.final_norm, self.shape.norm_eps, rest).run().normed
+    def _following(self, index: int) -> GpuLayer | None:
+        """The layer behind one, if it is on the card."""
+        return self._layers[index + 1] if index + 1 < len(self._layers) else None
 
     def _opened(self) -> _Open:
         if self._open is None:

@@ -85,6 +85,18 @@ class GpuExperts:
         self._kinds: tuple[Kind, Kind] | None = None
         self.table = torch.zeros((shape.count, COLUMNS), dtype=torch.int64, device=device)
 
+    @staticmethod
+    def load(
+        experts: Sequence[ExpertWeights | None], shape: ExpertsShape, hidden: int, device: torch.device,
+        dtype: torch.dtype,
+    ) -> GpuExperts:  # fmt: skip
+        """Those of a prepared layer; one that is None is missing."""
+        found = GpuExperts(shape, hidden, device, dtype)
+        for number, expert in enumerate(experts):
+            if expert is not None:
+                found.put({number: GpuExpert.load(expert, device, dtype)})
+        return found
+
     @property
     def kinds(self) -> tuple[Kind, Kind]:
         """Of gate_up and of down. Raises ValueError before any expert was put."""

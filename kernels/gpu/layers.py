@@ -83,6 +83,11 @@ class GpuLayer:
         )  # fmt: skip
 
     @property
+    def is_whole(self) -> bool:
+        """Whether no expert is missing."""
+        return self.experts is None or self.experts.all_here
+
+    @property
     def nbytes(self) -> int:
         """Memory of the matrices, without experts."""
         matrices = (self.qkv, self.o, self.gate_up, self.down, self.router)

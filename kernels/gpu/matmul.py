@@ -43,25 +43,24 @@ def _as_float(integers, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _matmul_kernel(
-    x, quants, scales, bias, out, x_row, x_col, out_split, out_row, rows, outputs, cols, pairs, split_pairs,
-    BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_TAIL: tl.constexpr,
-):  # fmt: skip
-    split = tl.program_id(2)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, 32)
-    is_row = m < rows
-    in_panels = n < (outputs + 31) // 32 * 32
-    # Offsets of this tile's outputs within a panel's stream, in bytes and in words.
+def panel_places(quants, scales, n, k, pairs, BITS: tl.constexpr):
+    """Where the codes [32, outputs] of the first group of columns and the scales [outputs] of outputs `n` lie."""
+    # Offsets of a tile's outputs within a panel's stream, in bytes and in words.
     PAIR_BYTES: tl.constexpr = 32 * 8 * BITS
     PAIR_WORDS: tl.constexpr = 64 if BITS == 4 else 32
-    quant_at = quants + ((n // 32).to(tl.int64) * pairs * PAIR_BYTES + n % 32)[None, :] + (k * 32)[:, None]
-    scale_at = scales + (n // 32).to(tl.int64) * pairs * PAIR_WORDS + n % 32
-    x_at = x + (m.to(tl.int64) * x_row)[:, None] + (k * x_col)[None, :]
-    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(split * split_pairs, (split + 1) * split_pairs, UNROLL):
+    panel = (n // 32).to(tl.int64) * pairs
+    return quants + (panel * PAIR_BYTES + n % 32)[None, :] + (k * 32)[:, None], scales + panel * PAIR_WORDS + n % 32
+
+
+@triton.jit
+def add_pairs(
+    sums, x_at, x_col, is_row, k, quant_at, scale_at, in_panels, cols, first_pair, stop_pair,
+    BITS: tl.constexpr, UNROLL: tl.constexpr, HAS_TAIL: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of these pairs of groups to `sums`. `x_at` [rows, 32] points to the first group's columns."""
+    PAIR_BYTES: tl.constexpr = 32 * 8 * BITS
+    PAIR_WORDS: tl.constexpr = 64 if BITS == 4 else 32
+    for first in range(first_pair, stop_pair, UNROLL):
         for step in tl.static_range(UNROLL):
             pair = first + step
             x_mask = is_row[:, None]
@@ -81,6 +80,28 @@ def _matmul_kernel(
                 w1 = _as_float(q1, 128.0) * _high_half(words0)[None, :]
             sums = tl.dot(x0, w0.to(x0.dtype), sums)
             sums = tl.dot(x1, w1.to(x1.dtype), sums)
+    return sums
+
+
+@triton.jit
+def _matmul_kernel(
+    x, quants, scales, bias, out, x_row, x_col, out_split, out_row, rows, outputs, cols, pairs, split_pairs,
+    BITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNROLL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(2)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, 32)
+    is_row = m < rows
+    in_panels = n < (outputs + 31) // 32 * 32
+    quant_at, scale_at = panel_places(quants, scales, n, k, pairs, BITS)
+    x_at = x + (m.to(tl.int64) * x_row)[:, None] + (k * x_col)[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    sums = add_pairs(
+        sums, x_at, x_col, is_row, k, quant_at, scale_at, in_panels, cols, split * split_pairs,
+        (split + 1) * split_pairs, BITS, UNROLL, HAS_TAIL,
+    )  # fmt: skip
     in_outputs = n < outputs
     if HAS_BIAS:
         sums += tl.load(bias + n, mask=in_outputs, other=0.0).to(tl.float32)[None, :]
@@ -101,10 +122,11 @@ def _add_parts_kernel(parts, bias, out, out_row, splits, rows, outputs, BLOCK: t
     tl.store(out + row * out_row + n, sums.to(out.dtype.element_ty), mask=mask)
 
 
-def column_splits(matrix: GpuMatrix) -> int:
-    """Parts that the columns are cut into for few rows: a divisor of the pairs, so that all parts are equal."""
-    most = min(max(_TARGET_PROGRAMS // matrix.panels, 1), max(matrix.pairs // _MIN_SPLIT_PAIRS, 1))
-    return max(splits for splits in range(1, most + 1) if matrix.pairs % splits == 0)
+def column_splits(panels: int, pairs: int) -> int:
+    """Parts that the columns are cut into for few rows: a divisor of the pairs, so that all parts are equal. `panels`:
+    those that are computed at once."""
+    most = min(max(_TARGET_PROGRAMS // panels, 1), max(pairs // _MIN_SPLIT_PAIRS, 1))
+    return max(splits for splits in range(1, most + 1) if pairs % splits == 0)
 
 
 def plan_matmul(
@@ -119,7 +141,7 @@ def plan_matmul(
         raise ValueError(f"out_dtype: must be a float type, got {dtype}")
     rows = len(x)
     few = rows <= MAX_DECODE_ROWS
-    splits = column_splits(matrix) if few else 1
+    splits = column_splits(matrix.panels, matrix.pairs) if few else 1
     out = torch.empty((rows, matrix.rows), dtype=dtype, device=x.device)
     parts = torch.empty((splits, rows, matrix.rows), dtype=torch.float32, device=x.device) if splits > 1 else None
     if few:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from tierd.kernels.cpu.weights import Floats
+    from tierd.kernels.gpu.layers import GpuLayer
 
 
 class Wave(NamedTuple):
@@ -25,7 +26,7 @@ class Wave(NamedTuple):
 
 
 class CardExpertSource(Protocol):
-    """Who brings experts to the card. `bring` is called once for each mixture of a pass that has an expert missing."""
+    """Who brings experts to the card. `bring` is called once for each mixture of a pass."""
 
     def bring(
         self, layer: int, wanted: Mapping[int, int], guessed: Mapping[int, int], rows_of: Callable[[int], Floats]
@@ -51,3 +52,10 @@ class CardExpertSource(Protocol):
         Threading: on the step thread, with the compute stream as torch's current one. What it raises ends the pass.
         """
         ...
+
+
+class Bringing(NamedTuple):
+    """Who brings a layer's experts; `following`: the next layer if it is on the card, for a guess of its experts."""
+
+    source: CardExpertSource
+    following: GpuLayer | None

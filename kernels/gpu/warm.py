@@ -15,6 +15,7 @@ from tierd.kernels.rows import Bound, Exact, Ints
 if TYPE_CHECKING:
     from tierd.kernels.gpu.decoder import GpuDecoder
     from tierd.kernels.gpu.layers import GpuLayer
+    from tierd.kernels.gpu.mixture import CardExpertSource
 
 _BOUND = Bound(window=16, sinks=1, lead=1)
 _CHUNK = 16
@@ -31,7 +32,7 @@ class _Pass(NamedTuple):
 
 def warm_up(
     decoder: GpuDecoder, progress: Callable[[int, int], None], place: Callable[[int], GpuLayer | None],
-    copies: bool = False,
+    copies: bool = False, experts: Callable[[], CardExpertSource | None] = lambda: None,
 ) -> None:  # fmt: skip
     """Runs passes of one row and of a chunk, as they are and with what memory modes take: a window, sinks, a row that
     is observed; with `copies`, of pages that have exact ones. They write to a page of their own, and to one copy."""
@@ -69,7 +70,7 @@ def warm_up(
             continue
         decoder.start(*rows, ends, last, None, each.bounds, each.observed, exact)
         for index in range(decoder.layout.num_layers):
-            decoder.layer(index, [memory], pages, place(index))
+            decoder.layer(index, [memory], pages, place(index), experts())
         decoder.finish()
     progress(len(passes), len(passes))
 

@@ -16,7 +16,7 @@ from tierd.daemon.engine.model.weights_status import Counted, WeightRow
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import least_expert_slots
 from tierd.daemon.models.placement_card import DISK_SLOTS, CardPlacement, record_card_bytes
-from tierd.daemon.models.records import expert_names
+from tierd.daemon.models.records import expert_names, expert_places
 from tierd.kernels.cpu.expert_rows import ExpertRows
 from tierd.kernels.gpu.experts import GpuExpert, GpuExperts
 from tierd.kernels.gpu.layers import place_bytes
@@ -49,7 +49,7 @@ class CardExperts:
         self._overlap, self._clock = overlap, clock
         entries = {record.name: record for record in manifest.records}
         self._names = expert_names(manifest.spec)
-        self.places = {name: (layer, n) for layer, names in self._names.items() for n, name in enumerate(names)}
+        self.places = expert_places(manifest.spec)
         self._entries = [entries[name] for name in self.places]
         self._numbers = {name: number for number, name in enumerate(self.places)}
         self.kept: set[str] = set()
@@ -57,8 +57,9 @@ class CardExperts:
         self._copied_before, self._read_before = Counted(), Counted()
         self.tables: dict[int, GpuExperts] = {}
         if (experts := shape_of(manifest.spec).experts) is not None:
-            for layer in experts.layers:
-                self.tables[layer] = GpuExperts(experts, manifest.spec.hidden, card.device, card.dtype)
+            with card.filling(0):
+                for layer in experts.layers:
+                    self.tables[layer] = GpuExperts(experts, manifest.spec.hidden, card.device, card.dtype)
 
     @property
     def cached_bytes(self) -> int:

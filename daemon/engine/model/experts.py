@@ -8,7 +8,7 @@ from tierd.daemon.engine.model.load import RecordView, expert_of
 from tierd.daemon.engine.model.weights_status import Counted, WeightRow
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import least_expert_slots
-from tierd.daemon.models.records import expert_names
+from tierd.daemon.models.records import expert_names, expert_places
 from tierd.kernels.cpu.weights import ExpertTable
 from tierd.tiers.mover import Mover
 from tierd.tiers.weights_cache import ExpertCache
@@ -110,7 +110,7 @@ class Experts:
         self._overlap = overlap
         self._clock = clock
         self._names = expert_names(manifest.spec)
-        self.places = {name: (layer, n) for layer, names in self._names.items() for n, name in enumerate(names)}
+        self.places = expert_places(manifest.spec)
         sizes = {record.name: record.bytes for record in manifest.records}
         self._bytes = {layer: sum(sizes[name] for name in names) for layer, names in self._names.items()}
         self.streamed: StreamedExperts | None = None

@@ -25,7 +25,7 @@ from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights,
 from tierd.kernels.packing import PackedMatrix, WeightFormat, packed_bytes
 
 Vector = npt.NDArray[np.float32]
-HINT = "remove the model and pull it again"
+HINT = "pull it again with --force"
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,5 +94,5 @@ def test_a_model_whose_bytes_have_changed_does_not_start(model: Path, tmp_path: 
         pass
     said = str(caught.value)
     assert "isn't what was imported" in said if name == WEIGHTS else f"{name} differs from its digest" in said
-    assert caught.value.hint == "remove the model and pull it again"
+    assert caught.value.hint == "pull it again with --force"
     del caught

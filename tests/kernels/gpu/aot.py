@@ -30,18 +30,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tierd.kernels import card_bytes
+from tierd.kernels.cpu.weights import ExpertsShape
 from tierd.kernels.gpu.decode import plan_decode, plan_masses
 from tierd.kernels.gpu.embed import plan_embed
 from tierd.kernels.gpu.expand import plan_expand
+from tierd.kernels.gpu.experts import COLUMNS, Kind
 from tierd.kernels.gpu.extend import plan_extend
 from tierd.kernels.gpu.fused import plan_add_norm, plan_rotate, plan_swiglu
 from tierd.kernels.gpu.gather import plan_gather, plan_scatter
 from tierd.kernels.gpu.launch import Launch, Plan
 from tierd.kernels.gpu.matmul import plan_matmul
 from tierd.kernels.gpu.merge import plan_merge
+from tierd.kernels.gpu.moe import plan_experts
 from tierd.kernels.gpu.packing import GpuMatrix
 from tierd.kernels.gpu.pages import PAGE_DTYPES, Copies, PageTable
 from tierd.kernels.gpu.quant import reading
+from tierd.kernels.gpu.routing import plan_route
 from tierd.kernels.gpu.sample import plan_sample
 from tierd.kernels.gpu.selection import plan_bounds, plan_select
 from tierd.kernels.gpu.shift import plan_shift
@@ -70,10 +74,19 @@ class Model:
     kv_heads: int = 8
     head_dim: int = 128
     qk_norm: bool = False
+    experts: ExpertsShape | None = None
 
 
 LLAMA3_8B = Model("llama3-8b", 32, 4096, 14336, 128256)
 QWEN3_8B = Model("qwen3-8b", 36, 4096, 12288, 151936, qk_norm=True)
+MIXTURES = [
+    Model("mixtral-8x7b", 32, 4096, 14336, 32000, experts=ExpertsShape(8, 2, 14336, True, (0,))),
+    Model("qwen3-30b-a3b", 48, 2048, 6144, 151936, 32, 4, experts=ExpertsShape(128, 8, 768, True, (0,))),
+    Model(
+        "gpt-oss-20b", 24, 2880, 2880, 201088, 64, 8, 64,
+        experts=ExpertsShape(32, 4, 2880, True, (0,), bias=True, limit=7.0, slope=1.702),
+    ),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -218,6 +231,33 @@ def expand_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
         yield f"expand {format}", plan_expand(format, rows, cols, source, dest, torch.bfloat16)
 
 
+def moe_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
+    """A mixture for one row, 64 and 2,048; and attention, if it has sink logits."""
+    shape, formats = model.experts, (WeightFormat.INT4_G32, WeightFormat.INT8_G32, None)
+    assert shape is not None
+    router = meta(shape.count, model.hidden, dtype=torch.float32)
+    bias = meta(shape.count, dtype=torch.float32) if shape.bias else None
+    for rows in (1, 64, 2048):
+        x = meta(rows, model.hidden)
+        routing = plan_route(x, router, bias, shape.used, shape.renormalized)
+        yield f"route x{rows}", routing
+        for format in formats:
+            lines = meta(shape.count, COLUMNS, dtype=torch.int64)
+            kinds = Kind(2 * shape.intermediate, model.hidden, format, x.dtype), Kind(
+                model.hidden, shape.intermediate, format, x.dtype
+            )
+            name = "bf16" if format is None else format
+            yield f"{name} x{rows}", plan_experts(x, routing.result, lines, kinds, shape)
+    if model.head_dim == 64:
+        sinks, windows = meta(model.heads, dtype=torch.float32), meta(8, dtype=torch.int32)
+        queries, pages = meta(8, model.heads, model.head_dim), table(model, 8, 512)
+        yield "decode sinks", plan_decode(queries, pages, 1, windows=windows, sinks=sinks)
+        qkv = meta(4096, model.heads + 2 * model.kv_heads, model.head_dim)
+        parts = qkv.split([model.heads, model.kv_heads, model.kv_heads], 1)
+        pages = table(model, 2, 512)
+        yield "extend sinks", plan_extend(*parts, meta(3, dtype=torch.int32), 2048, pages, 1, sinks=sinks)
+
+
 # Kernels by the name that --kernels takes.
 CASES: dict[str, Callable[[Model], Iterator[tuple[str, Plan[Any]]]]] = {
     "attention": attention_cases,
@@ -227,6 +267,7 @@ CASES: dict[str, Callable[[Model], Iterator[tuple[str, Plan[Any]]]]] = {
     "select": select_cases,
     "expand": expand_cases,
     "other": other_cases,
+    "moe": moe_cases,
 }
 
 
@@ -275,7 +316,7 @@ def compile_all(kernels: list[str], pattern: str, models: list[Model], arches: l
         seen = set()
         for model in models:
             for kernel in kernels:
-                for name, plan in CASES[kernel](model):
+                for name, plan in CASES[kernel](model) if (kernel == "moe") == (model in MIXTURES) else ():
                     launches = [launch for launch in plan.launches if isinstance(launch, Launch)]
                     for launch in launches if re.search(pattern, name) else ():
                         key = (source(launch).hash(), launch.num_warps, launch.num_stages)
@@ -294,7 +335,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         arches = options.arch or list(ARCHITECTURES)
-        for compiled in compile_all(options.kernels.split(","), options.case, [LLAMA3_8B, QWEN3_8B], arches):
+        for compiled in compile_all(options.kernels.split(","), options.case, [LLAMA3_8B, QWEN3_8B, *MIXTURES], arches):
             if options.json:
                 print(json.dumps(asdict(compiled)), flush=True)
             else:

@@ -113,9 +113,35 @@ def write_llama(directory: Path, more: dict[str, Any]) -> None:
             shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, cols)
             if config["attention_bias"]:
                 shapes[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = (rows,)
-        for name in ("gate", "up", "down"):
-            shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (WIDTH, WIDTH)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in mlp_shapes(config, layer).items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"model.layers.{layer}.{name}.weight"] = (WIDTH,)
     tensors = {name: (rng.standard_normal(shape) * 0.3).astype(np.float32) for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
+
+
+def mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """What follows attention in a layer: dense, or a mixture, by the names of each family."""
+    count = config.get("num_local_experts", 0)
+    if config["model_type"] == "mixtral":
+        inside = "block_sparse_moe"
+        experts = {
+            f"{inside}.experts.{n}.{name}.weight": (WIDTH, WIDTH) for n in range(count) for name in ("w1", "w2", "w3")
+        }
+        return {f"{inside}.gate.weight": (count, WIDTH), **experts}
+    if config["model_type"] == "gpt_oss":
+        return {
+            "self_attn.sinks": (2,), "mlp.router.weight": (count, WIDTH), "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, WIDTH, 2 * WIDTH), "mlp.experts.gate_up_proj_bias": (count, 2 * WIDTH),
+            "mlp.experts.down_proj": (count, WIDTH, WIDTH), "mlp.experts.down_proj_bias": (count, WIDTH),
+            "self_attn.o_proj.bias": (WIDTH,),
+        }  # fmt: skip
+    dense = {f"{name}_proj.weight": (WIDTH, WIDTH) for name in ("gate", "up", "down")}
+    norms: dict[str, tuple[int, ...]] = {}
+    if config["model_type"] == "qwen3_moe":
+        norms = {f"self_attn.{name}_norm.weight": (config["head_dim"],) for name in ("q", "k")}
+        if layer not in config["mlp_only_layers"]:
+            count = config["num_experts"]
+            experts = {f"mlp.experts.{n}.{name}": shape for n in range(count) for name, shape in dense.items()}
+            return {"mlp.gate.weight": (count, WIDTH), **experts, **norms}
+    return {f"mlp.{name}": shape for name, shape in dense.items()} | norms

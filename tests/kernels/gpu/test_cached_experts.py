@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 TOKENS = [7, 9, 250, 31, 4, 99, 163, 12]
 
 
-def model_of(directory: Path, family: str = "gpt_oss", format: str = "int8-g32", layers: int = 3) -> Path:
+def model_of(directory: Path, family: str = "gpt_oss", format: str = "int8-g32", layers: int = 2) -> Path:
     return prepared(directory, format, layers, 64, **FAMILIES[family])
 
 
@@ -59,7 +59,7 @@ def placed(bench: Bench, memory: int, host: int | None) -> CardPlacement:
 
 
 def steps(bench: Bench) -> list[np.ndarray]:
-    return [bench.step(token, at) for at, token in enumerate(TOKENS)]
+    return [bench.step(token, at) for at, token in enumerate(TOKENS[:2])]
 
 
 def right(bench: Bench, wanted: list[np.ndarray]) -> bool:
@@ -70,13 +70,11 @@ def status(bench: Bench) -> WeightsStatus:
     return bench.weights.statistics()
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.long) for n in FAMILIES)])
-def test_every_placement_has_the_bits_of_the_whole(family: str, tmp_path: Path) -> None:
-    model = model_of(tmp_path, family)
+def check_placements(model: Path, names: list[str]) -> None:
     with Bench(model, None, None) as bench:
         wanted = steps(bench)
         assert not bench.weights.streams and {row.tier for row in bench.weights.rows()} == {"device"}
-    for memory, host in placements(model).values():
+    for memory, host in (placements(model)[name] for name in names):
         with Bench(model, memory, host) as bench:
             found = placed(bench, memory, host)
             assert found.expert_slots and status(bench).memory_bytes == found.device_bytes <= memory
@@ -93,6 +91,18 @@ def test_every_placement_has_the_bits_of_the_whole(family: str, tmp_path: Path) 
             assert "experts" in bench.weights.describe()
 
 
+def test_a_placement_has_the_bits_of_the_whole(tmp_path: Path) -> None:
+    check_placements(model_of(tmp_path), ["the least, half on the disk"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("format", ["int8-g32", "int4-g32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_placement_has_the_bits_of_the_whole(family: str, format: str, tmp_path: Path) -> None:
+    model = model_of(tmp_path, family, format, 3)
+    check_placements(model, list(placements(model)))
+
+
 def test_fewer_places_than_a_step_needs(tmp_path: Path) -> None:
     model = model_of(tmp_path)
     memory, host = placements(model)["the least, half on the disk"]
@@ -102,22 +112,23 @@ def test_fewer_places_than_a_step_needs(tmp_path: Path) -> None:
         cached = bench.weights._records.experts.cached
         assert cached is not None and len(cached.memory.slots) == 6
         assert np.array_equal(bench.chunk(TOKENS, 0), wanted)
-        most = max(cached.used(layer)[1] for layer in range(3))
+        most = max(cached.used(layer)[1] for layer in range(2))
+        del cached
         assert most > 6, "no layer wanted more experts than there are places"
 
 
 def test_experts_move_with_the_memory_they_are_given(tmp_path: Path) -> None:
     model = model_of(tmp_path)
     with Bench(model, None, None) as bench:
-        wanted, whole = steps(bench), status(bench).memory_bytes
+        wanted, whole = bench.step(7, 0), status(bench).memory_bytes
         least = least_bytes(model, embed_on_card=True)
-        for memory in (least, (least + whole) // 2, whole - 1, whole, least, whole):
+        for memory in (least, whole - 1, whole):
             bench.weights.retarget(memory)
             found = place_on_card(bench.manifest, memory, None, embed_on_card=True)
             while bench.weights.settle():
                 pass
             assert status(bench).memory_bytes == found.device_bytes <= memory
-            assert bench.weights.streams == (memory < whole) and right(bench, wanted)
+            assert bench.weights.streams == (memory < whole) and np.array_equal(bench.step(7, 0), wanted)
             assert (bench.weights._records.experts.cached is None) == (memory == whole)
             live = sum(bench.memory.live.values())
             assert live <= status(bench).memory_bytes + 256 * len(bench.memory.live)
@@ -129,7 +140,7 @@ def test_passes_go_on_while_experts_move(tmp_path: Path) -> None:
     with Bench(model, None, None) as bench:
         wanted, whole = bench.step(7, 0), status(bench).memory_bytes
         least = least_bytes(model, embed_on_card=True)
-        for memory in (least, whole - 1, least, whole):
+        for memory in (least, whole - 1, (least + whole) // 2, least, whole, whole - 1):
             bench.weights.retarget(memory)
             while bench.weights.settle():
                 assert np.array_equal(bench.step(7, 0), wanted)
@@ -161,7 +172,7 @@ def test_an_expert_that_finds_no_room_goes_on_coming_and_going(tmp_path: Path) -
                 pass
         bench.memory.left = None
         kept = len(bench.weights._records.experts.kept)
-        assert 0 < kept < 36 and bench.weights.streams and np.array_equal(bench.step(7, 0), wanted)
+        assert 0 < kept < 24 and bench.weights.streams and np.array_equal(bench.step(7, 0), wanted)
         assert not bench.weights.settle()
         bench.weights.retarget(whole)
         while bench.weights.settle():
@@ -175,7 +186,7 @@ def test_what_does_not_come_is_named_and_the_next_pass_is_right(way: str, tmp_pa
     memory, host = placements(model)["the least, all on the disk"]
     with Bench(model, memory, host) as bench:
         wanted = bench.step(7, 0)
-    records = [record for record in load_manifest(model).records if record.name.startswith("expert.2.")]
+    records = [record for record in load_manifest(model).records if record.name.startswith("expert.1.")]
 
     def flip() -> None:
         with (model / WEIGHTS).open("r+b") as file:
@@ -195,8 +206,9 @@ def test_what_does_not_come_is_named_and_the_next_pass_is_right(way: str, tmp_pa
         with pytest.raises(WeightsLost, match=r"weights (layer|expert)\.") as caught:
             bench.step(7, 0)
         if way == "flip":
-            assert "expert.2." in str(caught.value) and "not those of the import" in str(caught.value)
+            assert "expert.1." in str(caught.value) and "not those of the import" in str(caught.value)
             flip()
+        del caught
         bench.gpu.refusals.clear()
         bench.disk.failing.clear()
         assert np.array_equal(bench.step(7, 0), wanted)
@@ -211,9 +223,11 @@ def test_what_a_stuck_copy_may_write_to_is_kept(tmp_path: Path, monkeypatch: pyt
         experts = bench.weights.experts(0.0)
         assert experts is not None
         bench.gpu.stuck = True
+        missing = [expert for expert in range(12) if expert not in experts._cache._places][:2]
         with pytest.raises(WeightsLost, match="has not come in time"):
-            for _ in experts.bring(0, dict.fromkeys(range(12), 1), {}, rows_of):
+            for _ in experts.bring(0, dict.fromkeys(missing, 1), {}, rows_of):
                 pass
+        del experts
         with pytest.raises(NotMoved, match="has not ended in"):
             bench.weights.retarget(memory - 1)
         bench.gpu.unstick()
@@ -241,12 +255,15 @@ def test_the_processors_compute_what_is_missing_if_that_is_sooner(
             computed.append(rows)
             return compute(layer, rows)
 
-        monkeypatch.setattr(cached.processors, "compute", noted)
-        monkeypatch.setattr(cached.processors.cost, "of", lambda rows: 1e-9 * rows)  # sooner than any link
-        for found, logits in zip(steps(bench), wanted, strict=True):
-            assert np.abs(found - logits).max() < 0.05 * np.abs(logits).max() and found.argmax() == logits.argmax()
-        now = status(bench)
-        assert now.computed == sum(map(len, computed)) > 0 and now.hits + now.computed <= now.uses
-        monkeypatch.setattr(cached.processors.cost, "of", lambda rows: 1e9)
-        steps(bench)
+        with monkeypatch.context() as patch:
+            patch.setattr(cached.processors, "compute", noted)
+            patch.setattr(cached.processors.cost, "of", lambda rows: 1e-9 * rows)  # sooner than any link
+            for found, logits in zip(steps(bench), wanted, strict=True):
+                assert np.abs(found - logits).max() < 0.05 * np.abs(logits).max()
+                assert found.argmax() == logits.argmax()
+            now = status(bench)
+            assert now.computed == sum(map(len, computed)) > 0 and now.hits + now.computed <= now.uses
+            patch.setattr(cached.processors.cost, "of", lambda rows: 1e9)
+            steps(bench)
+        del cached, compute, noted
         assert status(bench).computed == now.computed

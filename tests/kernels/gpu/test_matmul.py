@@ -68,7 +68,7 @@ def random_matrix(format: WeightFormat, rows: int, cols: int, seed: int = 0) -> 
 
 def test_columns_are_split_for_few_rows_alone() -> None:
     matrix = random_matrix(WeightFormat.INT4_G32, 32, 1024)
-    assert column_splits(matrix) == 4
+    assert column_splits(matrix.panels, matrix.pairs) == 4
     assert len(plan_matmul(torch.zeros(64, 1024).half(), matrix).launches) == 2
     assert len(plan_matmul(torch.zeros(65, 1024).half(), matrix).launches) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tierd.daemon.plan import kv
+from tierd.daemon.plan.cost import weights_in_host
 from tierd.daemon.plan.planner import Outcome, Task, least, nearest, plan
 from tierd.daemon.plan.subject import Subject
 from tierd.daemon.units import counted, human_bytes
@@ -118,6 +119,14 @@ def _tiers(task: Task, outcome: Outcome) -> dict[str, Tier]:
         here = placed.resident_bytes + placed.experts_bytes
         weights = [(here, count - streamed), (0, 0), (sizes.total - here, streamed)]
         workspace += placed.ring_bytes + placed.rows_bytes
+    elif work.mirrored:
+        places, in_host = at.device * work.weights_bytes, weights_in_host(work, at) * work.weights_bytes
+        weights = [
+            (round(places) + work.fixed_bytes - workspace, count),
+            (round(in_host) + work.fixed_host_bytes, 0),
+            (work.weights_bytes - round(in_host), 0),
+        ]
+        workspace += work.slots_bytes
     else:
         device, host = round(at.device * count), round(at.host * count)
         weights = [
@@ -159,9 +168,16 @@ def _why(task: Task, outcome: Outcome) -> tuple[str, ...]:
         lines.append(f"of {len(task.formats)} formats this is {reason}")
     if outcome.streams < task.streams and not task.throughput:
         lines.append(f"pages of {outcome.streams} of {task.streams} sequences fit at once: the others wait")
-    if at.host:
+    if work.mirrored:
+        there, fetched = round(at.device * work.layers), human_bytes((at.host + at.disk) * work.step_bytes)
+        below = f", {human_bytes(at.disk * work.step_bytes)} of it from the disk" if at.disk else ""
+        lines.append(
+            f"the card has places for {there} of {counted(work.layers, 'expert')}: a step fetches {fetched}{below}, if "
+            "all are used alike"
+        )
+    elif at.host:
         lines.append(f"{round(at.host * count)} of {count} layers pass from CPU memory to the card in every step")
-    if at.disk and work.step_bytes:
+    if at.disk and work.step_bytes and not work.mirrored:
         layers = round(at.disk * count)
         if task.placed is not None:
             layers = sum(name.startswith("layer.") for name in task.placed.streamed)

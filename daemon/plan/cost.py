@@ -66,6 +66,9 @@ class Work(NamedTuple):
         kv_ring_bytes: of the device, for all pages to pass through; for a part of them so much less.
         kv_parts: pages are streamed in so many parts, each of some layers; 0: layer by layer.
         kv_stored: bytes on the disk for each byte of pages in memory.
+        least_device: the share of the weights that the device has at least, if not all.
+        mirrored: what the device has of the weights lies below it, too: in CPU memory or on the disk, as much of it as
+            of what it has not.
     """
 
     fixed_bytes: int
@@ -81,6 +84,8 @@ class Work(NamedTuple):
     kv_ring_bytes: float = 0.0
     kv_parts: int = 0
     kv_stored: float = 1.0
+    least_device: float = 0.0
+    mirrored: bool = False
 
     @property
     def kv_disk_bytes(self) -> float:
@@ -155,15 +160,21 @@ def use(work: Work, machine: Machine, at: Placement) -> Use:
     streamed = at.host + at.disk > 0 and not machine.unified or at.disk > 0
     device = float(work.fixed_bytes + work.slots_bytes * streamed)
     device += at.device * work.weights_bytes + at.kv_device * work.kv_bytes + at.kv_disk * work.kv_ring_bytes
-    host = work.fixed_host_bytes + at.host * work.weights_bytes + at.kv_host * work.kv_bytes
+    host = work.fixed_host_bytes + weights_in_host(work, at) * work.weights_bytes + at.kv_host * work.kv_bytes
     return Use(device, host, at.kv_disk * work.kv_disk_bytes)
+
+
+def weights_in_host(work: Work, at: Placement) -> float:
+    """The share of the weights that lies in CPU memory beside a card."""
+    missing = at.host + at.disk
+    return at.host / missing if work.mirrored and missing > 0 else at.host
 
 
 def fits(work: Work, machine: Machine, at: Placement) -> bool:
     """Whether a placement keeps every limit, to a byte in a million."""
     needed = use(work, machine, at)
     pages = (at.kv_device + at.kv_host) * work.kv_bytes
-    weights = (at.device + at.host) * work.weights_bytes
+    weights = (at.device + weights_in_host(work, at)) * work.weights_bytes
     pairs = (
         (needed.device, machine.device_bytes), (needed.host, machine.host_bytes), (needed.disk, machine.disk_bytes),
         (pages, machine.kv_bytes), (weights, machine.weights_bytes),

@@ -43,11 +43,22 @@ def best(work: Work, machine: Machine) -> Placement | None:
     if found is None:
         return None
     beside = not machine.unified
+    if work.mirrored:
+        return spread_below(work, machine, found)
     candidates = [
         solve(program(work, machine, streamed=True, layers=layers)) for layers in _roundings(found, work, beside)
     ]
     placed = [placement for placement in candidates if placement is not None]
     return min(placed, key=lambda at: seconds(work, machine, at).step) if placed else None
+
+
+def spread_below(work: Work, machine: Machine, at: Placement) -> Placement:
+    """A solution for mirrored weights, in whole layers on the device. CPU memory has as much of all of them as there is
+    room for beside pages, and so as large a part of what the device misses; the program was more hopeful."""
+    device = math.floor(at.device * work.layers + 1e-9) / work.layers
+    room = max(machine.host_bytes - work.fixed_host_bytes - at.kv_host * work.kv_bytes, 0.0)
+    in_host = min(room / work.weights_bytes, 1.0)
+    return at._replace(device=device, host=(1.0 - device) * in_host, disk=(1.0 - device) * (1.0 - in_host))
 
 
 def _roundings(at: Placement, work: Work, beside: bool) -> Iterator[tuple[float, float, float]]:
@@ -74,7 +85,7 @@ def program(
     costs[_TIME], costs[_DISK], costs[_KV_DISK] = 1.0, work.filling_s(weights_s, 0.0), work.filling_s(0.0, pages_s)
     open_share, closed = (0.0, 1.0), (0.0, 0.0)
     bounds = [
-        (0.0, 1.0) if streamed else (1.0, 1.0),
+        (work.least_device, 1.0) if streamed else (1.0, 1.0),
         open_share if streamed and beside else closed,
         open_share if streamed else closed,
         open_share,

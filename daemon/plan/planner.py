@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tierd.daemon.models.placement import MIN_EXPERT_SLOTS
 from tierd.daemon.models.placement import Placement as PlacedWeights
+from tierd.daemon.models.placement_card import EXPERT_STAGES
 from tierd.daemon.plan import kv
 from tierd.daemon.plan.cost import Machine, Placement, Seconds, Use, Work, seconds, use
 from tierd.daemon.plan.optimum import best
@@ -158,6 +160,10 @@ def outcome_of(task: Task, format: Format, streams: int) -> Outcome | None:
         machine = machine._replace(disk_bytes=0)
     work = work_of(task, format, streams)
     placement = best(work, machine)
+    coming = experts_work(task, format, work, streams)
+    if coming is not None and (placement is None or placement.device < 1):
+        found = best(coming, machine)
+        work, placement = (work, placement) if found is None else (coming, found)
     if placement is None:
         return None
     prompt_s = prefill_s(task, format, work, placement, streams * task.prompt_tokens, task.prompt_tokens)
@@ -205,6 +211,24 @@ def work_of(task: Task, format: Format, streams: int) -> Work:
     )
 
 
+def experts_work(task: Task, format: Format, work: Work, streams: int) -> Work | None:
+    """The same step on a card that has everything but the experts, and places for some of them. None where nothing of
+    the kind is done."""
+    spec, sizes = task.shape.spec, format.bytes
+    if task.machine.unified or spec is None or spec.experts is None or not sizes.experts:
+        return None
+    least = min(max(MIN_EXPERT_SLOTS, 2 * spec.experts.used), spec.experts.total)
+    return work._replace(
+        fixed_bytes=work.fixed_bytes + work.weights_bytes - sizes.experts,
+        slots_bytes=EXPERT_STAGES * sizes.expert,
+        weights_bytes=sizes.experts,
+        step_bytes=sizes.experts * experts_share(task.shape, streams),
+        layers=spec.experts.total,
+        least_device=least / spec.experts.total,
+        mirrored=True,
+    )
+
+
 def _missing_experts_bytes(shape: Shape, placed: PlacedWeights) -> int:
     """Of the experts that have no slot in memory."""
     if shape.spec is None or shape.spec.experts is None or not placed.expert_slots:
@@ -238,13 +262,20 @@ def prefill_s(task: Task, format: Format, work: Work, at: Placement, tokens: int
         step = work._replace(
             compute_s=processor.pass_s(shape, rows, int(last), bits) + processor.around_s(int(last)),
             attend_s=processor.attend_s(shape, rows, seen, format.kv, prompt=True),
-            step_bytes=work.weights_bytes * (touched_share(shape, rows) if task.placed is None else 1.0),
+            step_bytes=work.weights_bytes * _read_share(task, work, rows),
             kv_bytes=int(work.kv_bytes * attended),
             host_attend_s=0.0,
         )
         total_s += seconds(step, task.machine, at._replace(kv_attended=0.0)).step
         done += rows
     return total_s
+
+
+def _read_share(task: Task, work: Work, rows: int) -> float:
+    """Of the weights that are streamed, what a step of a prompt needs."""
+    if work.mirrored:
+        return experts_share(task.shape, rows)
+    return touched_share(task.shape, rows) if task.placed is None else 1.0
 
 
 class Change(NamedTuple):

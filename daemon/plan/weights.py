@@ -21,12 +21,15 @@ _TENSOR_ALIGN_BYTES = 64
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of the records. `head` is 0 where it is the embedding. A layer counts with its experts."""
+    """Bytes of the records. `head` is 0 where it is the embedding. A layer counts with its experts; those of all layers
+    take `experts`, the largest of them `expert`."""
 
     embed: int
     layers: tuple[int, ...]
     final: int
     head: int
+    experts: int = 0
+    expert: int = 0
 
     @property
     def total(self) -> int:
@@ -49,11 +52,14 @@ def weight_formats() -> tuple[str, ...]:
 def weight_bytes(shape: Shape, format: str) -> WeightBytes:
     """Bytes of the records in a weight format. Raises ValueError for a format that `kernels.packing` doesn't know."""
     table = _record(shape, [Matrix("table", shape.vocab, shape.hidden)], [], format)
+    each = [_expert(shape, layer, format) for layer in shape.layers]
     return WeightBytes(
         embed=table,
         layers=tuple(_layer(shape, layer, format) for layer in shape.layers),
         final=_record(shape, [], [shape.hidden], format),
         head=0 if shape.tied else table,
+        experts=sum(layer.experts * size for layer, size in zip(shape.layers, each, strict=True)),
+        expert=max(each, default=0),
     )
 
 
@@ -61,18 +67,24 @@ def prepared_bytes(manifest: Manifest) -> WeightBytes:
     """The same of a prepared model: what its manifest says."""
     found = {record.name: record.bytes for record in manifest.records}
     layers = [found[f"layer.{index}"] for index in range(manifest.spec.num_layers)]
+    experts = [found[name] for names in expert_names(manifest.spec).values() for name in names]
     for index, names in expert_names(manifest.spec).items():
         layers[index] += sum(found[name] for name in names)
-    return WeightBytes(found["embed"], tuple(layers), found["final"], found.get("head", 0))
+    return WeightBytes(
+        found["embed"], tuple(layers), found["final"], found.get("head", 0), sum(experts), max(experts, default=0)
+    )
 
 
 def _layer(shape: Shape, layer: Layer, format: str) -> int:
     """A layer with its experts, each of which is a record."""
     own = [matrix for matrix in layer.matrices if matrix.copies == 1]
-    experts = [matrix for matrix in layer.matrices if matrix.copies > 1]
-    single = [msgspec.structs.replace(matrix, copies=1) for matrix in experts]
-    each = _record(shape, single, layer.expert_vectors, format)
-    return _record(shape, own, layer.vectors, format) + layer.experts * each
+    return _record(shape, own, layer.vectors, format) + layer.experts * _expert(shape, layer, format)
+
+
+def _expert(shape: Shape, layer: Layer, format: str) -> int:
+    """One expert of a layer; 0 of a dense one."""
+    single = [msgspec.structs.replace(matrix, copies=1) for matrix in layer.matrices if matrix.copies > 1]
+    return _record(shape, single, layer.expert_vectors, format) if single else 0
 
 
 def _record(shape: Shape, matrices: tuple[Matrix, ...] | list[Matrix], vectors: tuple[int, ...] | list[int],

@@ -13,7 +13,7 @@ from tierd.kernels import reference
 from tierd.kernels.cpu.weights import ExpertsShape
 from tierd.kernels.gpu.experts import GpuExpert, GpuExperts
 from tierd.kernels.gpu.launch import Plan
-from tierd.kernels.gpu.moe import plan_experts
+from tierd.kernels.gpu.moe import experts_plan
 from tierd.kernels.gpu.packing import GpuMatrix
 from tierd.kernels.gpu.products import Matrix
 from tierd.kernels.gpu.routing import plan_route
@@ -67,7 +67,7 @@ def compare(case: Case) -> Iterator[tuple[str, float]]:
         for rows in case.scale.rows:
             x = case.draw(rows, hidden)
             routed = poisoned(plan_route(x, router, None, shape.used, shape.renormalized))
-            ours = poisoned(plan_experts(x, routed, experts.table, experts.kinds, shape))
+            ours = poisoned(experts_plan(x, routed, experts.table, experts.kinds, shape))
             logits = x.double() @ router.double().T
             judge = reference.mixture(x.double(), logits, shape.used, shape.renormalized, twins)
             yield f"mixture {format or 'bf16'} x{rows}", ratio(ours, judge, 0.05)
@@ -103,7 +103,7 @@ def run(bench: Bench, dry: bool) -> None:
             for rows in (1,) if dry else (1, 8, 64, 2048):
                 x = torch.randn((rows, hidden), device=bench.device).to(torch.bfloat16)
                 routing = plan_route(x, router, None, shape.used, shape.renormalized)
-                computing = plan_experts(x, routing.result, experts.table, experts.kinds, shape)
+                computing = experts_plan(x, routing.result, experts.table, experts.kinds, shape)
                 launches = (*routing.launches, *computing.launches)
                 spent_s = bench.seconds(Plan(computing.result, (), launches).run)
                 touched = len(routing.result.experts.unique())

@@ -41,7 +41,7 @@ from tierd.kernels.gpu.gather import plan_gather, plan_scatter
 from tierd.kernels.gpu.launch import Launch, Plan
 from tierd.kernels.gpu.matmul import plan_matmul
 from tierd.kernels.gpu.merge import plan_merge
-from tierd.kernels.gpu.moe import plan_experts
+from tierd.kernels.gpu.moe import experts_plan
 from tierd.kernels.gpu.packing import GpuMatrix
 from tierd.kernels.gpu.pages import PAGE_DTYPES, Copies, PageTable
 from tierd.kernels.gpu.quant import reading
@@ -248,7 +248,7 @@ def moe_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
                 model.hidden, shape.intermediate, format, x.dtype
             )
             name = "bf16" if format is None else format
-            yield f"{name} x{rows}", plan_experts(x, routing.result, lines, kinds, shape)
+            yield f"{name} x{rows}", experts_plan(x, routing.result, lines, kinds, shape)
     if model.head_dim == 64:
         sinks, windows = meta(model.heads, dtype=torch.float32), meta(8, dtype=torch.int32)
         queries, pages = meta(8, model.heads, model.head_dim), table(model, 8, 512)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tierd.kernels.gpu.experts import COLUMNS, DOWN, GATE_UP, Kind
+from tierd.kernels.gpu.experts import ALIGN_BYTES, COLUMNS, DOWN, GATE_UP, Kind
 from tierd.kernels.gpu.launch import FLOAT_DTYPES, Launch, check_contiguous, check_tensor
 from tierd.kernels.gpu.matmul import MAX_DECODE_ROWS, add_pairs, column_splits, panel_places
 from tierd.kernels.gpu.packing import GPU_PANEL_ROWS, PAIR_COLS
@@ -27,7 +27,6 @@ from tierd.kernels.packing import WeightFormat
 
 _BITS = {WeightFormat.INT4_G32: 4, WeightFormat.INT8_G32: 8, None: 16}
 _LARGE_GROUP_ROWS = 96  # of an expert on average: from here on tiles of 128 rows are filled
-_BASE_BYTES = 64
 
 
 class Shape(NamedTuple):
@@ -158,10 +157,13 @@ def grouped_launch(
         check_contiguous(name, tensor)
     num_pairs = -(-kind.cols // PAIR_COLS)
     part_pairs, unrolls = num_pairs // parts, shape.is_for_few and num_pairs // parts % 2 == 0
-    base = _base(x.device)
+    if table.device.type != "meta" and table.data_ptr() % ALIGN_BYTES:
+        raise ValueError(f"table: must begin at a multiple of {ALIGN_BYTES} bytes")
     args: dict[str, Any] = {
-        "x": x, "tiles": grouped.tiles, "slot_pairs": grouped.slot_pairs, "table": table, "codes": base,
-        "words": base.view(torch.int32), "floats": base.view(torch.float32), "dense": base.view(kind.dtype),
+        "x": x, "tiles": grouped.tiles, "slot_pairs": grouped.slot_pairs, "table": table,
+        # It stands for memory in general, too, see `pages.py`.
+        "codes": table.view(torch.uint8), "words": table.view(torch.int32), "floats": table.view(torch.float32),
+        "dense": table.view(kind.dtype),
         "out": out, "x_row": x.stride(0), "out_part": out.stride(0), "out_row": out.stride(1), "used": used,
         "outputs": kind.rows, "cols": kind.cols, "pairs": num_pairs, "part_pairs": part_pairs,
         "FIRST": which, "FIELDS": COLUMNS, "TO_PAIRS": which == DOWN, "BITS": _BITS[kind.format],
@@ -170,9 +172,3 @@ def grouped_launch(
     }  # fmt: skip
     grid = (-(-kind.rows // shape.outputs), len(grouped.tiles), parts)
     return Launch(_grouped_kernel, grid, args, shape.warps, shape.stages)
-
-
-def _base(device: torch.device) -> Tensor:
-    """A tensor that stands for memory in general, see `pages.py`."""
-    block = torch.zeros(2 * _BASE_BYTES, dtype=torch.uint8, device=device)
-    return block[-block.data_ptr() % _BASE_BYTES :][:_BASE_BYTES]

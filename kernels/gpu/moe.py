@@ -130,7 +130,7 @@ class _Work:
         )
 
 
-def plan_combine(results: Tensor, shares: Tensor, dtype: torch.dtype) -> Plan[Tensor]:
+def combine_plan(results: Tensor, shares: Tensor, dtype: torch.dtype) -> Plan[Tensor]:
     """The weighted sum of what the experts of each row made of it, in the order of `shares`.
 
     results  fp32 [parts, pairs, hidden], parts to be added in order; shares fp32 [rows, used], rows * used pairs
@@ -154,7 +154,7 @@ def plan_combine(results: Tensor, shares: Tensor, dtype: torch.dtype) -> Plan[Te
     return Plan(out, (out,), (Launch(_combine_kernel, (-(-hidden // block), rows), args, 4, 1),))
 
 
-def plan_experts(
+def experts_plan(
     x: Tensor, routed: Routed, table: Tensor, kinds: tuple[Kind, Kind], shape: ExpertsShape
 ) -> Plan[Tensor]:
     """What the experts make of rows x [rows, hidden], which go where `routed` says: [rows, hidden] of the type of x.
@@ -164,7 +164,7 @@ def plan_experts(
     """
     work = _Work(x, shape)
     grouping = plan_group(routed.experts, Tiling(work.cut.tile_rows, work.pairs, shape.count))
-    combining = plan_combine(work.results, routed.shares, x.dtype)
+    combining = combine_plan(work.results, routed.shares, x.dtype)
     buffers = (*grouping.buffers, *work.buffers, *combining.buffers)
     launches = (*grouping.launches, *work.launches(grouping.result, table, kinds), *combining.launches)
     return Plan(combining.result, buffers, launches)
@@ -185,14 +185,14 @@ def mixture(
     assert experts is not None and router is not None and mixed is not None
     routed = plan_route(x, router, layer.router_bias, mixed.used, mixed.renormalized).run()
     if bringing is None and experts.all_here:
-        return plan_experts(x, routed, experts.table, experts.kinds, mixed).run()
+        return experts_plan(x, routed, experts.table, experts.kinds, mixed).run()
     if bringing is None:
         raise ValueError(f"experts of layer {index} are not on the card: say who brings them")
     groups = HostGroups.of(routed.experts.cpu().numpy())
     guessed = _guessed(shape, residual, bringing.following) if len(x) <= GUESS_ROWS else {}
     work = _Work(x, mixed)
     _fill(index, x, work, experts, groups, guessed, bringing.source)
-    return plan_combine(work.results, routed.shares, x.dtype).run()
+    return combine_plan(work.results, routed.shares, x.dtype).run()
 
 
 def _fill(

@@ -231,7 +231,10 @@ def check_addresses(
 @triton.jit
 def record_offset(address, base, ELEMENT_BYTES: tl.constexpr):
     """Elements from `base` to the record at `address`, known to be a multiple of 16."""
-    return tl.multiple_of((address - base.to(tl.int64)) // ELEMENT_BYTES, 16)
+    away = address - base.to(tl.int64)
+    if ELEMENT_BYTES > 1:  # the compiler drops a division by one, and with it what was said of its result
+        away = away // ELEMENT_BYTES
+    return tl.multiple_of(away, 16)
 
 
 @triton.jit

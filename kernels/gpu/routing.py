@@ -210,6 +210,8 @@ def plan_group(chosen: Tensor, tiling: Tiling) -> Plan[Grouped]:
 def group(chosen: Tensor, tiling: Tiling) -> Grouped:
     """Pairs sorted by expert, those of an expert in ascending order, and the tiles that they make.
 
+    Twin: `reference.group`.
+
     chosen  int32 [rows, used], contiguous, of experts 0..tiling.experts - 1, which the caller has made sure of
 
     Raises ValueError for a wrong shape or type.

@@ -19,7 +19,7 @@ from tierd.kernels.reference.decoder import (
     weights,
 )
 from tierd.kernels.reference.fused import add_norm, rotate, swiglu
-from tierd.kernels.reference.moe import mixture, route
+from tierd.kernels.reference.moe import group, mixture, route
 from tierd.kernels.reference.packed import FP8_MAX, turned
 from tierd.kernels.reference.paged import (
     attend,
@@ -50,6 +50,7 @@ __all__ = [
     "forward",
     "gather",
     "gpu_weights",
+    "group",
     "kept_mass",
     "matmul",
     "merge",

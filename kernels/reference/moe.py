@@ -22,6 +22,12 @@ def route(
     return chosen, shares / shares.sum(-1, keepdim=True) if renormalized else shares
 
 
+def group(chosen: torch.Tensor, experts: int) -> list[list[int]]:
+    """The pairs of each expert, ascending: row * used + rank. chosen [rows, used]"""
+    flat = chosen.flatten().tolist()
+    return [[pair for pair, found in enumerate(flat) if found == expert] for expert in range(experts)]
+
+
 def mixture(
     x: torch.Tensor,  # [rows, hidden]
     logits: torch.Tensor,  # [rows, experts]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.bench import gpu_kernels, gpu_model, gpu_weights
+from tests.bench import gpu_kernels, gpu_mixture, gpu_model, gpu_weights
 from tests.bench.gpu_kernels import random_matrix
 from tierd.kernels.gpu.decode import plan_decode
 from tierd.kernels.gpu.matmul import plan_matmul
@@ -31,7 +31,7 @@ from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, Disturbance, JobClass, Mover
 
 DRY = "--dry" in sys.argv  # tiny sizes, no card
-PARTS = ("rates", "kernels", "attention", "matmul", "copies", "trips", "weights", "model")
+PARTS = ("rates", "kernels", "attention", "matmul", "mixture", "copies", "trips", "weights", "model")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Bench:
     def kernels(self) -> None:
         scale = gpu_kernels.TINY if DRY else gpu_kernels.FULL
         for seed in range(1 if DRY else 3):
-            for name, error in gpu_kernels.compare_all(self.device, scale, seed):
+            mixtures = gpu_mixture.compare(gpu_kernels.Case(self.device, scale, seed))
+            for name, error in (*gpu_kernels.compare_all(self.device, scale, seed), *mixtures):
                 self.add("kernels", f"{name}, seed {seed}: error over bound", error, "")
                 if not error <= 1:
                     raise AssertionError(f"{name} is wrong: {error:.3g} times what rounding explains")
@@ -149,6 +150,9 @@ class Bench:
                     target = 0.8 if format is WeightFormat.INT4_G32 and count <= 8 else 0.0
                     what = f"{format} {name} {rows} x {cols}, {count} rows"
                     self.add("matmul", what, spent_s * 1e6, "us", floor_s / spent_s, target)
+
+    def mixture(self) -> None:
+        gpu_mixture.run(self, DRY)
 
     def copies(self) -> None:
         record, count = (4096, 4) if DRY else (2 << 20, 512)

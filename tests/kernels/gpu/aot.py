@@ -3,7 +3,7 @@
     python tests/kernels/gpu/aot.py [--arch 86] [--kernels attention,matmul] [--case x1$] [--json]
 
 Plans are made of tensors on torch's `meta` device, so what is compiled is what the wrappers would launch. Registers and
-spills are what ptxas says, shared memory what Triton asks for.
+spills are what ptxas says, shared memory what Triton asks for, and loads of one or two bytes are counted in the PTX.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tierd.kernels.gpu.gather import plan_gather, plan_scatter
 from tierd.kernels.gpu.launch import Launch, Plan
 from tierd.kernels.gpu.matmul import plan_matmul
 from tierd.kernels.gpu.merge import plan_merge
-from tierd.kernels.gpu.moe import plan_experts
+from tierd.kernels.gpu.moe import experts_plan
 from tierd.kernels.gpu.packing import GpuMatrix
 from tierd.kernels.gpu.pages import PAGE_DTYPES, Copies, PageTable
 from tierd.kernels.gpu.quant import reading
@@ -101,6 +101,7 @@ class Compiled:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    narrow_loads: int  # instructions that load one or two bytes from memory of the card
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -247,7 +248,7 @@ def moe_cases(model: Model) -> Iterator[tuple[str, Plan[Any]]]:
                 model.hidden, shape.intermediate, format, x.dtype
             )
             name = "bf16" if format is None else format
-            yield f"{name} x{rows}", plan_experts(x, routing.result, lines, kinds, shape)
+            yield f"{name} x{rows}", experts_plan(x, routing.result, lines, kinds, shape)
     if model.head_dim == 64:
         sinks, windows = meta(model.heads, dtype=torch.float32), meta(8, dtype=torch.int32)
         queries, pages = meta(8, model.heads, model.head_dim), table(model, 8, 512)
@@ -306,7 +307,7 @@ def compile_launch(case: str, launch: Launch, arch: int) -> Compiled:
     spills = sum(int(count) for count in re.findall(r"(\d+) bytes spill", text))
     return Compiled(
         case, launch.kernel.__name__.strip("_"), arch, launch.num_warps, launch.num_stages, int(registers[1]), spills,
-        compiled.metadata.shared,
+        compiled.metadata.shared, len(re.findall(r"ld\.global(?:\.\w+)*\.b(?:8|16)\b", compiled.asm["ptx"])),
     )  # fmt: skip
 
 
@@ -341,7 +342,8 @@ def main() -> None:
             else:
                 print(
                     f"| {compiled.case} | {compiled.kernel} | {compiled.arch} | {compiled.warps} x {compiled.stages} | "
-                    f"{compiled.registers} | {compiled.spill_bytes} | {compiled.shared_bytes} |",
+                    f"{compiled.registers} | {compiled.spill_bytes} | {compiled.shared_bytes} | "
+                    f"{compiled.narrow_loads} |",
                     flush=True,
                 )
 

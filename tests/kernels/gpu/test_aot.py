@@ -32,10 +32,13 @@ def check(kernels: list[dict[str, Any]], arch: int) -> None:
     assert [k for k in kernels if k["shared_bytes"] > SHARED_BYTES[arch]] == []
     must_not = [k for k in kernels if k["kernel"] in NO_SPILLS or k["case"].endswith(DECODING)]
     assert [k for k in must_not if k["spill_bytes"]] == []
+    wide = [k for k in kernels if k["case"].endswith((*DECODING, "-8b decode", "decode fp8 copies"))]
+    assert [k for k in wide if k["narrow_loads"]] == []
 
 
 def test_decode_and_products_compile_for_one_card() -> None:
-    kernels = compiled(86, "--kernels", "attention,matmul,moe", "--case", "^decode$|int4.* qkv x1$|^int4-g32 x1$")
+    cases = "^decode( fp8 copies)?$|int4.* qkv x1$|^int4-g32 x1$"
+    kernels = compiled(86, "--kernels", "attention,matmul,moe", "--case", cases)
     assert {k["kernel"] for k in kernels} == NO_SPILLS | MIXTURE
     check(kernels, 86)
 

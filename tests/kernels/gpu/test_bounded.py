@@ -49,13 +49,13 @@ def check(model: TinyModel, bounds: list[Bound], lengths: list[int], steps: list
 @pytest.mark.long
 def test_chunks_and_decode_rows_of_two_bounds_beside_each_other() -> None:
     """The first passes from what is exact to what is bounded within a chunk, and goes on beyond the tables."""
-    model = tiny_model(**SMALL, windows=(20,))
+    model = tiny_model(**SMALL, windows=(20,), sink_logits=True)
     steps = [[(0, 50), (0, 20)], [(50, 95), (20, 21)], [(95, 97), (21, 22)], [(97, 98), (22, 22)]]
     check(model, [Bound(30, 5), Bound(17)], [98, 22], steps)
 
 
 def test_a_graph_serves_rows_whatever_their_bounds() -> None:
-    model = tiny_model(**SMALL, windows=(0,), qk_norm=True)
+    model = tiny_model(**SMALL, windows=(0,), qk_norm=True, sink_logits=True)
     recorder = Recorder()
     steps = [[(0, 22), (0, 22), (0, 22)]] + [[(n, n + 1)] * 3 for n in range(22, 27)]
     check(model, [Bound(16, 8), Bound(16), Bound()], [27, 27, 27], steps, capture=recorder)

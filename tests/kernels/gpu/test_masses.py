@@ -50,7 +50,7 @@ def check(model: TinyModel, decoder: Any, passes: Passes = PASSES, lengths: list
 @pytest.mark.long
 def test_rows_of_chunks_and_decode_rows_and_those_of_graphs() -> None:
     """Of a layer with a window nothing is known."""
-    model = tiny_model(**SMALL, windows=(0, 20))
+    model = tiny_model(**SMALL, windows=(0, 20), sink_logits=True)
     recorder = Recorder()
     check(model, on_card(model, max_rows=128, capture=recorder))
     assert recorder.replays == 1  # two rows of which some are observed

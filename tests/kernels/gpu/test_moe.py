@@ -21,7 +21,7 @@ from tierd.kernels.cpu.weights import ExpertsShape
 from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.gpu.experts import COLUMNS, GpuExpert, Kind
 from tierd.kernels.gpu.mixture import Wave
-from tierd.kernels.gpu.moe import plan_experts
+from tierd.kernels.gpu.moe import experts_plan
 from tierd.kernels.gpu.routing import plan_route
 from tierd.kernels.packing import WeightFormat
 from tierd.kernels.reference.decoder import activate, matmul
@@ -42,7 +42,12 @@ def model_of(name: str, **more: Any) -> TinyModel:
     return tiny_model(**{"windows": (0, 9), "intermediate": 64, **SMALL, **MODELS[name], **more})
 
 
-@pytest.mark.parametrize("name", MODELS)
+def one_layer(name: str, **more: Any) -> TinyModel:
+    """Its mixture alone."""
+    return model_of(name, windows=(0,), experts=replace(MODELS[name]["experts"], layers=(0,)), **more)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", *(pytest.param(n, marks=pytest.mark.long) for n in ("mixtral", "qwen3"))])
 def test_chunks_and_decode_rows_like_the_reference(name: str) -> None:
     model = model_of(name)
     passes = [[(0, 17), (0, 3)], [(17, 18), (3, 5)], [(18, 19), (5, 6)]]
@@ -55,7 +60,7 @@ def test_chunks_and_decode_rows_like_the_reference(name: str) -> None:
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_experts(name: str, format: str) -> None:
-    model = model_of(name, format=WeightFormat(format), page_format="fp16")
+    model = one_layer(name, format=WeightFormat(format), page_format="fp16")
     for ours, theirs in both(model, on_card(model, HALF), [[(0, 5)], [(5, 6)]], [7]):
         assert np.abs(ours - theirs).max() < 0.015 * np.abs(theirs).max()
 
@@ -72,7 +77,7 @@ def test_chunks_of_many_rows(name: str) -> None:
 @pytest.mark.parametrize("format", [WeightFormat.INT4_G32, pytest.param(WeightFormat.BF16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["gpt-oss", pytest.param("mixtral", marks=pytest.mark.long)])
 def test_alone_and_in_company_a_row_has_the_same_bits(name: str, format: WeightFormat) -> None:
-    model = model_of(name, format=format, page_format="fp16")
+    model = one_layer(name, format=format, page_format="fp16")
     lengths = [3, 1, 2]
     sequences, slots = random_sequences(np.random.default_rng(2), lengths, model.shape.vocab)
     arena, decoder = aligned_arena(model, slots), on_card(model, HALF)
@@ -109,7 +114,7 @@ def test_the_plan_counts_what_a_mixture_takes(name: str, rows: int) -> None:
     table = torch.empty((shape.count, COLUMNS), dtype=torch.int64, device="meta")
     sizes = (2 * shape.intermediate, spec.hidden), (spec.hidden, shape.intermediate)
     kinds = tuple(Kind(*size, WeightFormat.INT4_G32, HALF) for size in sizes)
-    plan = plan_experts(x, routing.result, table, kinds, shape)  # type: ignore[arg-type]
+    plan = experts_plan(x, routing.result, table, kinds, shape)  # type: ignore[arg-type]
     taken = sum(buffer.nbytes for buffer in (*routing.buffers, *plan.buffers)) + table.nbytes * len(shape.layers)
     assert taken <= mixture_bytes(spec, spec.experts, rows) <= 1.5 * taken
 

@@ -97,7 +97,22 @@ class Rig:
             for expert, place in wave:
                 self.look(expert, place)
             waves.append([expert for expert, _ in wave])
+            self.check()
+        self.check()
         return waves
+
+    def check(self) -> None:
+        """The books of the cache and of what fills it agree."""
+        held = {int(expert): place for place, expert in enumerate(self.cache._held) if expert >= 0}
+        assert held == self.cache._places
+        busy = {place for place in range(len(self.cache._held)) if self.fetches.is_busy(place)}
+        assert busy <= set(held.values()) and all(way.place == at for at, way in self.fetches._ways.items())
+        assert not [place for place in busy if self.fetches.is_full(place)]
+        stages = [way.stage for way in self.fetches._ways.values() if way.stage is not None]
+        slots = [way.read for way in self.fetches._ways.values() if way.read is not None]
+        assert len(set(map(id, stages))) == len(stages) and len(set(map(id, slots))) == len(slots)
+        taken = [slot for slot in self.fetches._copies.slots if slot.number >= 0]
+        assert sorted(map(id, taken)) == sorted(map(id, stages))
 
     def close(self) -> None:
         self.disk.gate.set()

@@ -52,7 +52,7 @@ def placements(model: Path) -> dict[str, tuple[int, int | None]]:
     some = whole - sum(sizes[record.name] for record in manifest.records if record.name.startswith("expert.")) // 2
     below = place_on_card(manifest, least, None).host_bytes
     return {
-        "half in CPU memory": (some, None),
+        "half in CPU memory": (max(some, least), None),
         "the least, half on the disk": (least, below - sum(experts) // 2),
         "the least, all on the disk": (least, below - sum(experts) + 4 * max(experts)),
     }

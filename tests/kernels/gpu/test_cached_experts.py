@@ -74,6 +74,14 @@ def status(bench: Bench) -> WeightsStatus:
     return bench.weights.statistics()
 
 
+def found_on_card(bench: Bench) -> tuple[set[int], set[int]]:
+    """The experts that the decoder finds, and those that lie in places, by number among all."""
+    experts = bench.weights._records.experts
+    assert experts.cached is not None
+    here = [table.is_here(n) for table in experts.tables.values() for n in range(experts.cached._count)]
+    return {number for number, is_here in enumerate(here) if is_here}, set(experts.cached._lie.values())
+
+
 def check_placements(model: Path, names: list[str]) -> None:
     with Bench(model, None, None) as bench:
         wanted = steps(bench)
@@ -83,6 +91,8 @@ def check_placements(model: Path, names: list[str]) -> None:
             found = placed(bench, memory, host)
             assert found.expert_slots and status(bench).memory_bytes == found.device_bytes <= memory
             assert bench.weights.streams and right(bench, wanted) and right(bench, wanted)
+            finds, lie = found_on_card(bench)
+            assert finds == lie and 0 < len(lie) <= found.expert_slots
             now = status(bench)
             assert now.device_bytes + now.host_bytes + now.nvme_bytes == bench.manifest.bytes
             assert now.experts_bytes == found.experts_bytes and now.lost == now.retries == now.computed == 0

@@ -22,7 +22,7 @@ from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.kv_mode import Kind
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.plan.auto_card import CARD_COPY_FORMAT
-from tierd.kernels.cpu.step import Angles, DecoderShape
+from tierd.kernels.cpu.step import Angles, CpuDecoder, DecoderShape
 from tierd.kernels.gpu.choice import CardBounds
 from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.gpu.graphs import CudaCapturer
@@ -176,6 +176,9 @@ class CudaBackend:
             far=far,
         )  # fmt: skip
         weights.attach(decoder)
+        if weights.can_compute:
+            CpuDecoder.warm_up(progress)
+            weights.begin_computing()
 
         def deadline_s() -> float:
             return time.monotonic() + WEIGHTS_TIMEOUT_S

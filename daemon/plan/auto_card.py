@@ -115,9 +115,10 @@ def choose_card_sizes(
     if host_weights is None:
         host_weights = max(usable - usable // 10 - below.host_bytes, 0)
     if weights < card_weights_bytes:
+        what = "layers" if spec.experts is None else "experts, or layers,"
         why.append(
             f"the weights do not fit: they take {human_bytes(card_weights_bytes)}, and the card has "
-            f"{human_bytes(weights)} for them; some layers are copied to it in every step"
+            f"{human_bytes(weights)} for them; some {what} are copied to it in every step"
         )
     sizes = below._replace(device_bytes=device, weights_bytes=weights, host_weights_bytes=host_weights)
     return CardSizes(sizes, workspace, usable_bytes(card), tuple(why), max(device, later))

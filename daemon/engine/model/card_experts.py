@@ -67,14 +67,19 @@ class CardExperts:
         return 0 if self.cached is None else self.cached.memory.device_bytes
 
     def begin_computing(self) -> None:
-        """Where experts come and go, the processors compute some of them from now on: it compiles their kernels, which
-        may take minutes, and measures them."""
-        if not self._threads or self.cached is None or self._processors is not None:
+        """Where experts come and go, the processors compute some of them from now on, whose kernels are compiled: it
+        measures them."""
+        if self.cached is None or not self.can_compute or self._processors is not None:
             return
         self._processors = Processors(ExpertRows(shape_of(self._manifest.spec), MAX_COMPUTED_ROWS, self._threads))
         for number in range(len(self._entries)):
             self._hand(number, self.cached.memory_of(number))
         self.cached.processors = self._processors
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether there is anything for the processors to compute."""
+        return self._threads > 0 and self.cached is not None
 
     @property
     def computed(self) -> int:

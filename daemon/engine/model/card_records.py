@@ -116,7 +116,6 @@ class CardRecords:
         self._card.wait(self._mover, MOVE_WAIT_S)
         self.passing = self._prepared(target, self.host, self._indexes(streamed=True))
         self.experts.swap(self.experts.prepared(target, self.host, self.experts.kept))
-        self.experts.begin_computing()
         return found
 
     def on_card(self) -> set[str]:

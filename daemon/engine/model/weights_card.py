@@ -141,6 +141,15 @@ class CardWeights:
         """The decoder that was built of what is on the card."""
         self._records.decoder = decoder
 
+    @property
+    def can_compute(self) -> bool:
+        """Whether the processors may compute rows through experts that the card misses."""
+        return self._records.experts.can_compute
+
+    def begin_computing(self) -> None:
+        """They do so from now on, if there are any. Their kernels are compiled."""
+        self._records.experts.begin_computing()
+
     def statistics(self) -> WeightsStatus:
         """What there is to say now."""
         card, counted, disk = self._records.on_card(), self._records.copied(), self._records.read()

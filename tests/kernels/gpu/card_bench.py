@@ -49,6 +49,7 @@ class Bench:
             embed_rows=self.weights.embed_rows if self.weights.ends.embed is None else None,
         )  # fmt: skip
         self.weights.attach(self.decoder)
+        self.weights.begin_computing()
         self.page = aligned(layout.record_bytes, torch.uint8).numpy()
         self.runner = Runner(self.decoder, layout, [self.page], weights=self.weights)
 

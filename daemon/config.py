@@ -99,14 +99,18 @@ class Settings:
     host_weights_mem: int | None = field(
         default=None,
         metadata=_setting(
-            "bytes of CPU memory for weights that a card has no room for; what does not fit stays on the disk (a size "
-            "or auto)",
+            "bytes of CPU memory for weights that a card has no room for; others stay on the disk (a size or auto)",
             size_or_auto,
         ),
     )
     card: str = field(
-        default="auto",
-        metadata=_setting("compute on a card: auto (where there is one) or off", choice("auto", "off")),
+        default="auto", metadata=_setting("compute on a card: auto (where there is one) or off", choice("auto", "off"))
+    )
+    missing_experts: str = field(
+        default="auto", metadata=_setting(
+            "experts that a card misses: auto (the processors may compute them, in their rounding) or fetch",
+            choice("auto", "fetch"),
+        ),
     )
     nvme_mem: int | None = field(
         default=None, metadata=_setting("bytes of pages on disk, 0: no such tier (a size or auto)", size_or_auto)

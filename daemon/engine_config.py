@@ -41,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_exact_first: int = 0  # tokens that are kept exact beside packed pages, see `kernels.rows.Ladder`
     kv_exact_last: int = 0  # 0: none
     speculate: str = "auto"  # on, off
+    missing_experts: str = "auto"  # fetch: the processors compute none of those that a card misses
     draft_dir: str = ""  # of the draft model; empty: none
     draft_off_reason: str = ""  # why there is none although one was asked for
     nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
@@ -87,6 +88,7 @@ def engine_config(
         kv_exact_first=settings.kv_exact_first,
         kv_exact_last=settings.kv_exact_last,
         speculate=settings.speculate,
+        missing_experts=settings.missing_experts,
         draft_dir="" if draft_dir is None else str(draft_dir),
         draft_off_reason=draft_off_reason,
         nvme_off_reason=_why_no_disk(settings, sizes),

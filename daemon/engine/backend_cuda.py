@@ -153,7 +153,7 @@ class CudaBackend:
         card = Card(self._gpu, self._compute, self._device, dtype, self._stream, self._allocate)
         return CardWeights(
             Path(config.model_dir), manifest, config.weights_bytes, config.host_weights_bytes, card, mover, progress,
-            threads=self._threads,
+            threads=self._threads if config.missing_experts == "auto" else 0,
         )
 
     def decoder(

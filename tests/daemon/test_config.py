@@ -70,7 +70,7 @@ def test_every_setting_can_come_from_every_source(env: dict[str, str], file: Pat
         "models_dir": str(tmp_path / "m"), "cache_dir": str(tmp_path / "c"), "socket": str(tmp_path / "s"),
         "listen": "localhost:1", "api_key": "k", "device_mem": "1GB", "host_mem": "2GiB", "nvme_mem": "0",
         "weights_mem": "3GB", "host_weights_mem": "4GB", "card": "off",
-            "speculate": "off", "kv_mode": "window=64", "draft": "smollm2:135m",
+        "missing_experts": "fetch", "speculate": "off", "kv_mode": "window=64", "draft": "smollm2:135m",
         "nvme_min_free": "auto", "nvme_daily_writes": "50GB", "yield_device_mem": "2GB",
         "threads": "3", "kv_exact_first": "0", "kv_exact_last": "0",
         "kv_format": "bf16", "store_format": "k8v8", "ctx": "4096", "max_batch": "64",

@@ -51,8 +51,12 @@ class Memory:
 class FakeCard(CudaBackend):
     """Kernels under the interpreter; copies are late, in any order, and poison what they fill."""
 
-    def __init__(self, gpu: FakeGpu, note: Callable[[str], None], memory: Memory | None = None) -> None:
-        super().__init__(gpu, note, device=torch.device("cpu"), capture=lambda _device: None, allocate=memory)
+    def __init__(
+        self, gpu: FakeGpu, note: Callable[[str], None], memory: Memory | None = None, threads: int = 0
+    ) -> None:
+        super().__init__(
+            gpu, note, threads=threads, device=torch.device("cpu"), capture=lambda _device: None, allocate=memory
+        )
 
     def mover(self, wake: Callable[[], None]) -> Mover:
         before = Disturbance(1, 0.001, fill=self._copies.poison)

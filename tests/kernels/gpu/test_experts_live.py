@@ -14,6 +14,7 @@ from tests.kernels.gpu.cards import FakeCard, Memory
 from tests.kernels.gpu.test_cached_experts import model_of, placements
 from tests.tiers.fake_gpu import FakeGpu
 from tierd.daemon.engine import assemble
+from tierd.daemon.engine.model.misses import ComputeCost
 from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine.tend import resize
 from tierd.daemon.errors import OutOfSpace
@@ -26,8 +27,13 @@ ASKS = [{"tokens": [7, 9, 250], "max_tokens": 4}, {"tokens": [31, 4], "max_token
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Live]:
-    def make(model: Path, memory: Memory | None = None, gpu: FakeGpu | None = None, **sizes: Any) -> Live:
-        monkeypatch.setattr(assemble, "choose", lambda _threads, note, *_: FakeCard(gpu or FakeGpu(3), note, memory))
+    def make(
+        model: Path, memory: Memory | None = None, gpu: FakeGpu | None = None, processors: int = 0, **sizes: Any
+    ) -> Live:
+        def card(_threads: int, note: Callable[[str], None], *_: object) -> FakeCard:
+            return FakeCard(gpu or FakeGpu(3), note, memory, processors)
+
+        monkeypatch.setattr(assemble, "choose", card)
         return Live(
             model, tmp_path, device=4, host=2, nvme=0, kv_format="bf16", max_batch_rows=8, max_streams=2, **sizes
         )
@@ -89,3 +95,18 @@ def test_a_copy_that_fails_fails_its_requests_and_nothing_else(live: Callable[..
         assert end.ev == "failed" and "weights " in end.data["message"]
         gpu.refusals.clear()
         assert answers(running) == wanted and not running.deaths and running.engine.pager.check() == []
+
+
+def test_the_processors_compute_what_is_missing_unless_they_are_told_not_to(
+    live: Callable[..., Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(tmp_path)
+    memory, _ = placements(model)["half in CPU memory"]
+    with live(model, weights_bytes=memory, processors=2, missing_experts="fetch") as running:
+        wanted = answers(running)
+        assert status(running).computed == 0
+    monkeypatch.setattr(ComputeCost, "of", lambda _self, rows: 1e-9 * rows)  # sooner than any link
+    with live(model, weights_bytes=memory, processors=2) as running:
+        assert answers(running) == wanted
+        found = status(running)
+        assert 0 < found.computed <= found.uses - found.hits

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.bench import gpu_kernels, gpu_mixture, gpu_model, gpu_weights
+from tests.bench import gpu_experts, gpu_kernels, gpu_mixture, gpu_model, gpu_weights
 from tests.bench.gpu_kernels import random_matrix
 from tierd.kernels.gpu.decode import plan_decode
 from tierd.kernels.gpu.matmul import plan_matmul
@@ -31,7 +31,7 @@ from tierd.tiers.links import Link
 from tierd.tiers.mover import Completion, Disturbance, JobClass, Mover
 
 DRY = "--dry" in sys.argv  # tiny sizes, no card
-PARTS = ("rates", "kernels", "attention", "matmul", "mixture", "copies", "trips", "weights", "model")
+PARTS = ("rates", "kernels", "attention", "matmul", "mixture", "copies", "trips", "weights", "experts", "model")
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,9 @@ class Bench:
 
     def weights(self) -> None:
         gpu_weights.run(self, DRY, Path(self.options.nvme))
+
+    def experts(self) -> None:
+        gpu_experts.run(self, DRY)
 
     def model(self) -> None:
         gpu_model.run(self, DRY, Path(self.options.nvme))

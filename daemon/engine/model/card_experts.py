@@ -99,8 +99,8 @@ class CardExperts:
         """Experts leave the memory that they have on the card."""
         with torch.cuda.stream(self._card.stream):
             for layer, of_layer in self._names.items():
-                leaving = {number: None for number, name in enumerate(of_layer) if name in names}
-                self.tables[layer].put(leaving)
+                if leaving := {number: None for number, name in enumerate(of_layer) if name in names}:
+                    self.tables[layer].put(leaving)
         self.kept.difference_update(names)
 
     def prepared(self, target: CardPlacement, host: Mapping[str, Bytes], kept: Collection[str]) -> CachedExperts | None:

@@ -30,7 +30,7 @@ from tierd.kernels import card_bytes
 
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256  # kernels.gpu.pages
 DISK_SLOTS = 4  # of CPU memory: one is copied to the card while the others are read
-EXPERT_STAGES = 3  # on the card, where experts arrive as they lie in the file: two are copied, one is laid out
+MIN_STAGES, MAX_STAGES = 3, 6  # each of them may hold up a thread of the mover
 
 
 class DoesNotFitHost(DoesNotFit):
@@ -54,15 +54,14 @@ class CardPlacement:
     streamed_bytes: int  # of a pass, over the link, without experts
     expert_slots: int = 0  # on the device, each for any expert; 0: all experts lie there
     expert_slot_bytes: int = 0
-    stage_bytes: int = 0  # on the device: each of the places where experts arrive
+    stages: int = 0  # on the device, where experts arrive as they lie in the file
+    stage_bytes: int = 0
     expert_disk_slots: int = 0  # in CPU memory, of `stage_bytes` each
 
     @property
     def experts_bytes(self) -> int:
         """On the device, for experts that do not stay there."""
-        if not self.expert_slots:
-            return 0
-        return self.expert_slots * self.expert_slot_bytes + EXPERT_STAGES * self.stage_bytes
+        return self.expert_slots * self.expert_slot_bytes + self.stages * self.stage_bytes
 
 
 def place_on_card(
@@ -112,6 +111,11 @@ def _tensor_bytes(tensor: TensorEntry) -> int:
     return card_bytes.tensor_bytes(tensor.name, tensor.format, tensor.rows, tensor.cols)
 
 
+def expert_stages(used: int) -> int:
+    """Stages of a mixture that uses so many experts: for what is guessed for a layer, and one that is needed now."""
+    return min(max(used + 1, MIN_STAGES), MAX_STAGES)
+
+
 def _rank(one: CardPlacement) -> tuple[int, bool, bool, int]:
     """The least is the best. Where experts come and go, an embedding on the card costs them slots."""
     return one.streamed_bytes, one.expert_slots > 0, ("embed" in one.device) == (one.expert_slots > 0), one.device_bytes
@@ -128,6 +132,7 @@ def _candidates(manifest: Manifest) -> Iterator[CardPlacement]:
     expert_slots = least_expert_slots(manifest)[0]
     expert_bytes = max((sizes[name] for name in every), default=0)
     stage_bytes = max((record.bytes for record in experts), default=0)
+    stages = 0 if manifest.spec.experts is None else expert_stages(manifest.spec.experts.used)
     is_apart = head_record(manifest) != "embed"
     for below in (frozenset[str](), frozenset(["embed"])) if is_apart else (frozenset[str](),):
         for count in range(len(layers) + 1):
@@ -147,8 +152,9 @@ def _candidates(manifest: Manifest) -> Iterator[CardPlacement]:
                     yield replace(found, device=found.device | every, device_bytes=found.device_bytes + experts_bytes)
                 if names or every:
                     cached = replace(
-                        found, expert_slots=expert_slots, expert_slot_bytes=expert_bytes, stage_bytes=stage_bytes
-                    )
+                        found, expert_slots=expert_slots, expert_slot_bytes=expert_bytes, stages=stages,
+                        stage_bytes=stage_bytes,
+                    )  # fmt: skip
                     yield replace(cached, device_bytes=cached.device_bytes + cached.experts_bytes)
 
 

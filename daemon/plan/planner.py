@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tierd.daemon.models.placement import MIN_EXPERT_SLOTS
 from tierd.daemon.models.placement import Placement as PlacedWeights
-from tierd.daemon.models.placement_card import EXPERT_STAGES
+from tierd.daemon.models.placement_card import expert_stages
 from tierd.daemon.plan import kv
 from tierd.daemon.plan.cost import Machine, Placement, Seconds, Use, Work, seconds, use
 from tierd.daemon.plan.optimum import best
@@ -220,7 +220,7 @@ def experts_work(task: Task, format: Format, work: Work, streams: int) -> Work |
     least = min(max(MIN_EXPERT_SLOTS, 2 * spec.experts.used), spec.experts.total)
     return work._replace(
         fixed_bytes=work.fixed_bytes + work.weights_bytes - sizes.experts,
-        slots_bytes=EXPERT_STAGES * sizes.expert,
+        slots_bytes=expert_stages(spec.experts.used) * sizes.expert,
         weights_bytes=sizes.experts,
         step_bytes=sizes.experts * experts_share(task.shape, streams),
         layers=spec.experts.total,

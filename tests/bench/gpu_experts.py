@@ -17,6 +17,7 @@ from tierd.daemon.engine.model.cached_experts import CachedExperts, ExpertMemory
 from tierd.daemon.engine.model.card_memory import Card, pieces_of
 from tierd.daemon.engine.model.misses import ComputeCost, Processors
 from tierd.daemon.models.catalog import RecordEntry, TensorEntry
+from tierd.daemon.models.placement_card import expert_stages
 from tierd.kernels.cpu.expert_rows import ExpertRows
 from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights
 from tierd.kernels.gpu.experts import GpuExperts
@@ -77,7 +78,8 @@ def _fetch(
     mover = Mover(8, copy=copies.copy, crossing=copies)
     table = GpuExperts(shape, hidden, bench.device, torch.bfloat16)
     pieces, size = pieces_of(entries[0]), entries[0].bytes
-    memory = ExpertMemory(card, ExpertNeeds(shape.count // 2, place_bytes(pieces), size, 0, 0), None)
+    needs = ExpertNeeds(shape.count // 2, place_bytes(pieces), expert_stages(shape.used), size, 0, 0)
+    memory = ExpertMemory(card, needs, None)
     host = {entry.name: one for entry, one in zip(entries, memories, strict=True)}
     experts = CachedExperts(
         card, mover, entries, {0: table}, lambda _number: False, host, memory, _no_file, None, overlap=True,

@@ -16,7 +16,6 @@ from tierd.daemon.engine.model.misses import LINK_START_BYTES_PER_S, Processors,
 from tierd.daemon.engine.model.pieces import layer_piece
 from tierd.daemon.engine.model.weights_status import Counted
 from tierd.daemon.models.catalog import RecordEntry
-from tierd.daemon.models.placement_card import EXPERT_STAGES
 from tierd.kernels.cpu.weights import Floats
 from tierd.kernels.gpu.experts import GpuExpert, GpuExperts, SlotExpert
 from tierd.kernels.gpu.mixture import Wave
@@ -36,6 +35,7 @@ class ExpertNeeds(NamedTuple):
 
     slots: int
     slot_bytes: int
+    stages: int
     stage_bytes: int
     disk_slots: int
     disk_slot_bytes: int
@@ -52,7 +52,7 @@ class ExpertMemory:
         while len(self.disk) < needs.disk_slots:
             self.disk.append(pinned_array(card.gpu, needs.disk_slot_bytes))
         self.stages: list[torch.Tensor] = list(stages)
-        while len(self.stages) < EXPERT_STAGES:
+        while len(self.stages) < needs.stages:
             self.stages.append(card.memory(needs.stage_bytes))
         self.slots: list[torch.Tensor] = slots[: needs.slots]
         while len(self.slots) < needs.slots:

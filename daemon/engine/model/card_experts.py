@@ -15,7 +15,7 @@ from tierd.daemon.engine.model.pieces import layer_piece
 from tierd.daemon.engine.model.weights_status import Counted, WeightRow
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.placement import least_expert_slots
-from tierd.daemon.models.placement_card import DISK_SLOTS, CardPlacement, record_card_bytes
+from tierd.daemon.models.placement_card import DISK_SLOTS, CardPlacement, expert_stages, record_card_bytes
 from tierd.daemon.models.records import expert_names, expert_places
 from tierd.kernels.cpu.expert_rows import ExpertRows
 from tierd.kernels.gpu.experts import GpuExpert, GpuExperts
@@ -110,14 +110,16 @@ class CardExperts:
         """
         if len(kept) == len(self.places):
             return None
-        before = self.cached
+        before, experts = self.cached, self._manifest.spec.experts
+        assert experts is not None
         slots = target.expert_slots or min(least_expert_slots(self._manifest)[0], len(self.places) - len(kept))
         if before is not None and len(before.memory.slots) == slots and self._lie_as_before(host, before):
             return before
         below = [entry for entry in self._entries if entry.name not in host]
         needs = ExpertNeeds(
             slots, max(place_bytes(pieces_of(entry), self._card.width) for entry in self._entries),
-            max(entry.bytes for entry in self._entries), min(target.expert_disk_slots or DISK_SLOTS, len(below)),
+            expert_stages(experts.used), max(entry.bytes for entry in self._entries),
+            min(target.expert_disk_slots or DISK_SLOTS, len(below)),
             max((layer_piece(entry).slot_bytes for entry in below), default=0),
         )  # fmt: skip
         memory = ExpertMemory(self._card, needs, None if before is None else before.memory)

@@ -9,7 +9,6 @@ from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry
 from tierd.daemon.models.placement import DoesNotFit, least_expert_slots
 from tierd.daemon.models.placement_card import (
     DISK_SLOTS,
-    EXPERT_STAGES,
     CardPlacement,
     DoesNotFitHost,
     place_on_card,
@@ -130,7 +129,7 @@ def test_layers_are_streamed_only_where_the_least_of_experts_leaves_no_room() ->
     found = place_on_card(manifest, caught.value.needed_bytes, None)
     check(manifest, found)
     assert len(found.streamed) == LAYERS and found.expert_slots == least_expert_slots(manifest)[0] == 4
-    assert found.experts_bytes == 4 * found.expert_slot_bytes + EXPERT_STAGES * found.stage_bytes
+    assert found.experts_bytes == 4 * found.expert_slot_bytes + 3 * found.stage_bytes
 
 
 def test_layers_take_the_computers_memory_before_experts_do() -> None:

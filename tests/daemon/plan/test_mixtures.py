@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.daemon.plan.scenes import GB, MEASURED
-from tierd.daemon.models.placement_card import EXPERT_STAGES
+from tierd.daemon.models.placement_card import expert_stages
 from tierd.daemon.plan.answer import _tiers, _why
 from tierd.daemon.plan.cards import CARDS
 from tierd.daemon.plan.cost import fits, weights_in_host
@@ -62,7 +62,7 @@ def test_dense_parts_stay_and_the_rest_is_places() -> None:
         count = round(at.device * work.layers)
         assert at.device * work.layers == pytest.approx(count), "half an expert has no place"
         assert tiers["device"].weights == pytest.approx(DENSE - SIZES.embed + count * SIZES.expert)
-        assert tiers["device"].workspace == found.workspace(1) + EXPERT_STAGES * SIZES.expert
+        assert tiers["device"].workspace == found.workspace(1) + expert_stages(8) * SIZES.expert
         assert tiers["host"].weights == SIZES.experts + SIZES.embed and tiers["disk"].weights == 0
         used = sum(getattr(tiers["device"], part) for part in ("weights", "kv", "workspace"))
         assert used <= device * GB

@@ -74,11 +74,16 @@ def test_status_tells_what_was_chosen_and_why(cli: Cli) -> None:
 def test_status_tells_where_weights_lie(cli: Cli) -> None:
     weights = {"device_bytes": 2 * 10**9, "nvme_bytes": 0}
     streamed = weights | {"nvme_bytes": 5 * 10**9, "bytes_per_s": 1.8e9, "peak_share": 0.96}
+    experts = weights | {
+        "host_bytes": 9 * 10**9, "experts_bytes": 4 * 10**9, "uses": 8000, "hits": 6000, "computed": 1200
+    }
     with cli.front() as front:
         for given, text in (
             (weights, "2.0 GB in memory"),
             (streamed | {"bytes_per_s": 0.0}, "2.0 GB in memory, 5.0 GB on disk"),
             (streamed, "2.0 GB in memory, 5.0 GB on disk, read at 1.8 GB/s, 96% of its best"),
+            (experts, "2.0 GB on the card, 9.0 GB in CPU memory, 4.0 GB of experts at a time, 75% were there when they "
+             "were needed, 1,200 were computed by the processors"),
         ):
             engine = {"model": "alpha", "state": "ready", "tiers": {"host": None}, "weights": given}
             front.answers["status"] = {**STATUS, "engines": [engine]}

@@ -124,7 +124,7 @@ class ExpertCache:
             try:
                 self._fetches.wait(self._places[coming[0]], deadline_s)
             except WeightsLost:
-                self._forget(coming[0])  # what of it is still on its way will not make it whole
+                self.forget(coming[0])  # what of it is still on its way will not make it whole
                 raise
             finally:
                 self._waited_s += self._clock() - start_s
@@ -132,6 +132,14 @@ class ExpertCache:
             coming = [expert for expert in coming if expert not in arrived]
             yield [(expert, self._places[expert]) for expert in arrived]
             needed -= set(arrived)
+
+    def forget(self, expert: int) -> None:
+        """It is not asked for any more, or has to come anew. Its place is free, once it is not busy."""
+        place = self._places.pop(expert, None)
+        if place is not None:
+            self._fetches.abandon(place)
+            self._held[place] = -1
+            self._policy.gone(expert)
 
     def close(self) -> bool:
         """See `Fetches.close`."""
@@ -146,7 +154,7 @@ class ExpertCache:
             place = self._places.get(expert)
             is_there = self._is_there(expert)
             if place is not None and not is_there and not self._fetches.is_busy(place):
-                self._forget(expert)  # a guess that could not be had
+                self.forget(expert)  # a guess that could not be had
                 place = None
             self._policy.use(expert, wanted[expert] / self._rows, was_there=is_there)
             self.uses[expert] += 1
@@ -157,7 +165,7 @@ class ExpertCache:
             elif place is not None and self._fetches.hasten(place):
                 coming.append(expert)
             else:
-                self._forget(expert)
+                self.forget(expert)
                 missing.append(expert)
         return there, coming, missing
 
@@ -201,26 +209,18 @@ class ExpertCache:
 
     def _start(self, expert: int, place: int, klass: JobClass) -> bool:
         if self._held[place] >= 0:
-            self._forget(int(self._held[place]))
+            self.forget(int(self._held[place]))
         self._places[expert], self._held[place] = place, expert
         self._coming.append(place)
         if self._fetches.start(place, expert, klass):
             return True
-        self._forget(expert)
+        self.forget(expert)
         return False
-
-    def _forget(self, expert: int) -> None:
-        """Its place is free, once it is not busy any more."""
-        place = self._places.pop(expert, None)
-        if place is not None:
-            self._fetches.abandon(place)
-            self._held[place] = -1
-            self._policy.gone(expert)
 
     def _make_room(self, expert: int, deadline_s: float) -> None:
         """Wait for a place: guesses on their way, and reads that a pass has left, hold all of them."""
         for guess in [one for one in self._guessed if one in self._places and not self._is_there(one)]:
-            self._forget(guess)
+            self.forget(guess)
         busy = next((place for place in self._coming if self._fetches.is_busy(place)), None)
         if busy is None and self._clock() >= deadline_s:
             raise self._fetches.losing(expert, f"the queue of {self._fetches.source} is full")

@@ -87,7 +87,8 @@ class CachedExperts:
         self._tables = list(tables.values())
         self._firsts = {layer: number * self._count for number, layer in enumerate(tables)}
         self._slots: dict[tuple[int, int, int], SlotExpert] = {}  # by layer, stage and place: what they have in common
-        self._lie: dict[int, int] = {}  # place to the expert that the decoder finds there
+        self._lie: dict[int, int] = {}  # place to the expert that was laid out there last
+        self._found: dict[int, int] = {}  # expert to the place where the decoder finds it
         self._changed: dict[int, dict[int, GpuExpert | None]] = {}  # by place of a table: what it is to be told
         self._keeping: torch.Tensor | None = None  # where one is laid out that stays
         self._kept: GpuExpert | None = None
@@ -154,6 +155,7 @@ class CachedExperts:
 
         Raises WeightsLost.
         """
+        self._cache.forget(number)  # it may be on its way to a place, and would come when it is kept
         extra, self._keeping = len(self.memory.slots), place
         try:
             self._fetches.start(extra, number, JobClass.NOW)
@@ -161,7 +163,7 @@ class CachedExperts:
         finally:
             self._fetches.abandon(extra)
             self._keeping = None
-        self._lie = {where: one for where, one in self._lie.items() if one != number}
+        self._found.pop(number, None)
         self._tell()
 
     def used(self, layer: int) -> tuple[int, int]:
@@ -189,10 +191,10 @@ class CachedExperts:
         """When no kernel runs: the decoder finds none of them any more. False when a copy or a read is stuck."""
         at_rest = self._fetches.close(wait_s)
         if at_rest:
-            for number in self._lie.values():
+            for number in self._found:
                 self._change(number, None)
             self._tell()
-            self._lie, self._slots = {}, {}
+            self._lie, self._found, self._slots = {}, {}, {}
         return at_rest
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -218,12 +220,15 @@ class CachedExperts:
             assert self._keeping is not None
             slot = self._slot(expert, stage, self._keeping)
         else:
-            if (before := self._lie.pop(place, None)) is not None:
+            before = self._lie.get(place, -1)
+            if self._found.get(before) == place:  # else it has come elsewhere since it was given up here
+                del self._found[before]
                 self._change(before, None)
             key = table, stage, place
             if key not in self._slots:
                 self._slots[key] = self._slot(expert, stage, self.memory.slots[place])
-            slot, self._lie[place] = self._slots[key], expert
+            slot = self._slots[key]
+            self._lie[place], self._found[expert] = expert, place
         with torch.cuda.stream(self._card.stream):
             self._change(expert, slot.lay_out())
 

@@ -113,7 +113,7 @@ class CardExperts:
         before, experts = self.cached, self._manifest.spec.experts
         assert experts is not None
         slots = target.expert_slots or min(least_expert_slots(self._manifest)[0], len(self.places) - len(kept))
-        if before is not None and len(before.memory.slots) == slots and self._lie_as_before(host, before):
+        if before is not None and len(before.memory.slots) == slots and self._lie_as_before(host, kept, before):
             return before
         below = [entry for entry in self._entries if entry.name not in host]
         needs = ExpertNeeds(
@@ -204,8 +204,9 @@ class CardExperts:
     def _is_kept(self, number: int) -> bool:
         return self._entries[number].name in self.kept
 
-    def _lie_as_before(self, host: Mapping[str, Bytes], before: CachedExperts) -> bool:
+    def _lie_as_before(self, host: Mapping[str, Bytes], kept: Collection[str], before: CachedExperts) -> bool:
+        """Whether those that are not kept lie where they come from now."""
         return all(
-            before.memory_of(number) is host.get(entry.name) or entry.name in self.kept
+            before.memory_of(number) is host.get(entry.name) or entry.name in kept
             for number, entry in enumerate(self._entries)
         )

@@ -102,7 +102,7 @@ class Preparer:
             sizes = await asyncio.to_thread(self._on_disk, model, sizes)
         draft = need.draft
         draft_dir = draft.model.directory if draft.model is not None else None
-        config = engine_config(settings, sizes, Path(model.directory), draft_dir, draft.off_reason)
+        config = engine_config(settings, sizes, Path(model.directory), draft_dir, draft.off_reason, draft.on_card)
         if block is not None:
             config = msgspec.structs.replace(
                 config, max_streams=block.streams, max_batch_rows=block.rows, throughput=True

@@ -37,6 +37,7 @@ class Efficiency(NamedTuple):
 EFFICIENCY = Efficiency(0.8, 0.5, 0.8)
 # A card's driver and tierd's own buffers; what is left can be planned with.
 RESERVED_BYTES = 1 << 30
+GRAIN_BYTES = 64 << 20  # what an arena on a card is mapped in, `tiers.cuda_memory`: less would free nothing
 
 _GIB, _GB, _TERA = 1 << 30, 1e9, 1e12
 _LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}  # one lane, one direction, after line coding

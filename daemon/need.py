@@ -93,11 +93,14 @@ def _on_card(settings: Settings, directory: Path, manifest: Manifest, machine: M
         return choose_sizes(settings, machine, manifest.spec, manifest.bytes, manifest.context, threads, on_card)
 
     draft = choose_card_draft(settings, directory, on_card, machine, threads, choose)
-    found = choose(draft.beside(machine))
+    beside = draft.beside(machine)
+    found = choose(beside)
+    assert machine.card is not None and beside.card is not None
+    reserved = beside.card.free_bytes - found.card_usable_bytes  # each engine has a context of the driver's
     why = (*found.why, draft.why) if draft.why else found.why
     for reason in why:
         log.info("%s: %s", manifest.name, reason)
     return Need(
-        found.sizes, on_card, found.card_workspace_bytes + draft.card_bytes, draft, manifest.format, why,
-        found.card_usable_bytes + draft.card_bytes, found.later_device_bytes,
+        found.sizes, on_card, found.card_workspace_bytes + draft.card_bytes + reserved, draft, manifest.format, why,
+        machine.card.free_bytes, found.later_device_bytes,
     )  # fmt: skip

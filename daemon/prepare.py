@@ -16,7 +16,7 @@ from tierd.daemon.books import Books
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.config import Settings
 from tierd.daemon.engine_config import EngineConfig, engine_config
-from tierd.daemon.errors import LOGS_HINT, EngineFailed, TierdError, TryLater, Unsupported
+from tierd.daemon.errors import LOGS_HINT, EngineFailed, TierdError, TryLater
 from tierd.daemon.machine import Machine, Sizes, probe_machine, whole_tier
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.need import Need, find_need, machine_for
@@ -83,7 +83,8 @@ class Preparer:
             block = self._blocks.get(model.name)
             if block is not None:  # it fills the steps without guesses
                 need = need._replace(
-                    sizes=block.sizes, workspace_bytes=block.workspace_bytes, draft=Draft(), why=block.why
+                    sizes=block.sizes, workspace_bytes=block.workspace_bytes, draft=Draft(), why=block.why,
+                    later_device_bytes=0,
                 )
             wish = self._resized.get(model.name, {}) if block is None else {}
             if self.books.held:
@@ -116,10 +117,6 @@ class Preparer:
         """The block of a batch that has the machine for itself. Reads the disk: for a thread."""
         manifest = load_manifest(Path(model.directory))
         settings, machine = self._settled(model)
-        if machine.card is not None:
-            raise Unsupported(
-                "a batch that has the card for itself is not planned yet", hint="leave --exclusive out, or `card = off`"
-            )
         threads = self._threads()
         measured = rates.of_this_machine(settings.cache_dir, threads)
         subject = prepared_subject(Path(model.directory), manifest)

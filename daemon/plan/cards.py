@@ -87,3 +87,11 @@ def find_card(text: str) -> Card:
         hint = suggest(name, list(CARDS)) or f"known are {', '.join(CARDS)}"
         raise BadRequest(f"card {text[:40]!r} isn't known", hint=hint, param="gpu")
     return card
+
+
+def card_like(name: str, memory_bytes: int) -> Card:
+    """The card of this name, or, where that is not known, the slowest of those whose memory is the nearest."""
+    try:
+        return find_card(name)
+    except BadRequest:
+        return min(CARDS.values(), key=lambda card: (abs(card.memory_bytes - memory_bytes), card.bytes_per_s))

@@ -12,6 +12,7 @@ import pytest
 from front_harness import Front, make_model, text, until
 from memory_rig import arenas_of, roomy_front
 
+from tests.daemon.plan.test_block import subject as prepared_shape
 from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.child import EngineState
 from tierd.daemon.engine_config import EngineConfig
@@ -19,6 +20,7 @@ from tierd.daemon.errors import OutOfSpace, TryLater
 from tierd.daemon.machine import Machine
 from tierd.daemon.models.catalog import MANIFEST, Manifest, TensorEntry
 from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
+from tierd.daemon.plan.block import Extent
 from tierd.daemon.plan.cards import RESERVED_BYTES
 from tierd.daemon.prepare import Preparer
 from tierd.daemon.supervisor import Model, NoRoom
@@ -324,3 +326,21 @@ async def test_models_of_the_card_and_of_the_processors_take_turns(tmp_path):
         for name in ("alpha", "odd", "alpha"):
             await front.service.load(name)
             assert set(front.supervisor.engines) == {name}
+
+
+async def test_a_batch_that_is_alone_gets_its_block_on_the_card(scene):
+    one = scene(cache_dir=Path("/nonexistent/tierd"), nvme_mem=0, yield_device_mem=GIB)
+    manifest = prepared_shape("smollm2-135m").manifest
+    directory = make_model(one.models, "alpha", manifest.bytes)
+    (directory / MANIFEST).write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, name="alpha")))
+    alpha = Model("alpha", directory)
+    one.total_bytes, one.others_bytes = 4 * GIB, GIB
+    block = one.prepare.plan_block(alpha, Extent(100, 200, 100, 400), None)
+    assert block is not None and block.streams > 8 and block.why[1] == "all weights are on the card"
+    one.prepare.give_block("alpha", block)
+    config = msgspec.json.decode(await one.prepare(alpha, {}), type=EngineConfig)
+    assert (config.max_streams, config.max_batch_rows, config.throughput) == (block.streams, block.rows, True)
+    assert config.card and config.kv_format == "bf16" and config.device_bytes == block.sizes.device_bytes
+    held = one.prepare.books.held["alpha"]
+    assert held.workspace == block.workspace_bytes and held.total <= 2 * GIB
+    assert not one.prepare.books.yielded  # all that the others leave is not wanted

@@ -136,8 +136,9 @@ class Books:
         """One of the sizes of a running engine as the daemon would choose it, beside the others that run."""
         if size == "weights_bytes":
             return self.needs[name].sizes.weights_bytes
-        if self.on_card and len(self.held) > 1 and size == "device_bytes":
-            return self.arenas_beside(0).device // len(self.held)
+        if self.on_card and size == "device_bytes":  # it depends on weights
+            part = self.arenas_beside(0).device // len(self.held)
+            return part if len(self.held) > 1 else min(part, self.needs[name].sizes.device_bytes)
         part = self.auto_cap.device if size == "device_bytes" else self.auto_cap.host
         return part // max(len(self.held), 1)
 

@@ -232,6 +232,18 @@ async def test_sizes_by_hand_come_back_where_they_fit(scene):
     assert told["device_bytes"] == (24 * GIB - sum(each.total - each.arenas.device for each in held.values())) // 2
 
 
+async def test_auto_is_what_a_model_gets_when_the_first_has_gone(scene):
+    one = scene()
+    first = await one.load("alpha", 2 * GIB)
+    await one.load("beta", 9 * GIB)
+    await one.end("alpha")
+    whole = one.device_bytes("beta")
+    assert whole < first.device_bytes - 6 * GIB
+    for size in (GIB, "auto"):
+        await one.prepare.resize(one.engines["beta"], {"device_bytes": size, "timeout_s": 1.0}, 1.0)
+    assert one.device_bytes("beta") == whole
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_engines_that_come_and_go_never_take_more_than_there_is(scene, seed):
     """Workspaces are taken whenever they are; other programs come before all engines, or leave."""

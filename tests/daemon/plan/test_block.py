@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.daemon.plan.scenes import GB
 from tests.daemon.plan.scenes import MEASURED as SLOW
@@ -113,12 +114,13 @@ def test_a_block_whose_weights_pass_through_a_card() -> None:
 
 def test_pages_leave_the_card_where_weights_gain_by_it() -> None:
     long = Extent(1000, 3000, 500, 4000)
-    block = on_card(3 * GB, extent=long)
-    here = choose_on_card(3 * GB, extent=long, host_mem=0)
+    block = on_card(3 * GB, extent=long, streams=6)
+    here = choose_on_card(3 * GB, extent=long, streams=6, host_mem=0)
     assert block.sizes.host_bytes > 0 and "of pages are read in CPU memory" in block.why[1]
     assert here is None or here.tokens_per_s < block.tokens_per_s
 
 
+@pytest.mark.long
 def test_no_other_number_of_streams_is_better_on_a_card() -> None:
     best = on_card(4 * GB).tokens_per_s
     for streams in (1, 3, 8, 20, 48, 100):

@@ -226,10 +226,10 @@ def weights_shown(weights: object) -> str:
 
 
 def draft_shown(draft: object) -> str:
-    """`smollm2-135m, 138 MB, 64 of 80 guessed tokens were right`; `-` when nothing is known."""
+    """`smollm2-135m, 138 MB on the card, 64 of 80 guessed tokens were right`; `-` when nothing is known."""
     if not isinstance(draft, dict) or "model" not in draft:
         return "-"
-    text = shown(f"{draft['model']}, {human_bytes(draft.get('memory_bytes'))}")
+    text = shown(f"{draft['model']}, {human_bytes(draft.get('memory_bytes'))} on the {draft.get('on', 'processors')}")
     if draft.get("off"):
         return f"{text}, off: {shown(str(draft['off']))}"
     if not draft.get("drafted_tokens"):

@@ -124,10 +124,9 @@ def _here(subject: Subject, load: Load, settings: Settings, kv_format: str | Non
         )
         directory = Path(subject.source) if subject.manifest is not None else None
         draft = choose_draft(settings, directory, smallest, computer, threads)
-        beside = computer._replace(available_ram=max(computer.available_ram - draft.total_bytes, 0))
-        sizes, remarks = choose_sizes(asked, beside, spec, smallest, context, threads)[:2]
+        sizes, remarks = choose_sizes(asked, draft.beside(computer), spec, smallest, context, threads)[:2]
         if draft.model is not None:
-            remarks = (*remarks, f"the draft model {draft.model.name} takes {human_bytes(draft.total_bytes)}")
+            remarks = (*remarks, f"the draft model {draft.model.name} takes {human_bytes(draft.ram_bytes)}")
         elif draft.off_reason:
             remarks = (*remarks, f"there is no draft model: {draft.off_reason}")
     else:

@@ -44,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missing_experts: str = "auto"  # fetch: the processors compute none of those that a card misses
     draft_dir: str = ""  # of the draft model; empty: none
     draft_off_reason: str = ""  # why there is none although one was asked for
+    draft_on_card: bool = False  # the card computes it too; else the processors do
     nvme_off_reason: str = ""  # why there is no disk tier although nobody turned it off
     card: bool = False  # the sizes are those of a card's memory
     log_level: str = "info"
@@ -64,8 +65,9 @@ def _why_no_disk(settings: Settings, sizes: Sizes) -> str:
 
 
 def engine_config(
-    settings: Settings, sizes: Sizes, model_dir: Path, draft_dir: Path | None = None, draft_off_reason: str = ""
-) -> EngineConfig:
+    settings: Settings, sizes: Sizes, model_dir: Path, draft_dir: Path | None = None, draft_off_reason: str = "",
+    draft_on_card: bool = False,
+) -> EngineConfig:  # fmt: skip
     """The config of an engine for one model. `draft_dir`: where its draft model lies."""
     return EngineConfig(
         model_dir=str(model_dir),
@@ -91,6 +93,7 @@ def engine_config(
         missing_experts=settings.missing_experts,
         draft_dir="" if draft_dir is None else str(draft_dir),
         draft_off_reason=draft_off_reason,
+        draft_on_card=draft_on_card,
         nvme_off_reason=_why_no_disk(settings, sizes),
         log_level=settings.log_level,
     )

@@ -53,8 +53,8 @@ def auto_sizes(total_ram: int, available_ram: int, free_disk: int) -> Sizes:
     device, host = max(min(usable // 4, 8 * _GB), 64 * _MIB), min(usable * 15 // 100, 16 * _GB)
     min_free = min(free_disk // 20, 5 * _GB)
     nvme = min(free_disk // 10, 50 * _GB)
-    host = _whole(host)
-    return Sizes(device, host, _whole(nvme), min_free, auto_weights(usable, device, host))
+    host = whole_tier(host)
+    return Sizes(device, host, whole_tier(nvme), min_free, auto_weights(usable, device, host))
 
 
 def auto_weights(available_ram: int, device_bytes: int, host_bytes: int) -> int:
@@ -62,7 +62,8 @@ def auto_weights(available_ram: int, device_bytes: int, host_bytes: int) -> int:
     return max(0, available_ram - available_ram // 10 - device_bytes - host_bytes)
 
 
-def _whole(tier_bytes: int) -> int:
+def whole_tier(tier_bytes: int) -> int:
+    """A tier of so many bytes, or none where that is too little to be one."""
     return tier_bytes if tier_bytes >= 64 * _MIB else 0
 
 

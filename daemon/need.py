@@ -12,9 +12,9 @@ from tierd.daemon.machine import Machine, Sizes
 from tierd.daemon.models.catalog import Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.placement_card import record_card_bytes, refused_by_card
-from tierd.daemon.plan.auto import choose_sizes
+from tierd.daemon.plan.auto import Chosen, choose_sizes
 from tierd.daemon.plan.choose_format import fitting_format
-from tierd.daemon.plan.draft import Draft, choose_draft
+from tierd.daemon.plan.draft import Draft, choose_card_draft, choose_draft
 from tierd.daemon.plan.workspace import engine_bytes
 from tierd.daemon.room import Arenas, Held
 from tierd.daemon.settled import resolve_sizes
@@ -54,7 +54,7 @@ def machine_for(machine: Machine, directory: Path) -> Machine:
 
 
 def find_need(settings: Settings, directory: Path, machine: Machine, threads: int) -> Need:
-    """The sizes that suit a model and a machine, which is settled. Raises BadConfig, and what `choose_draft` raises."""
+    """The sizes that suit a model and a machine, which is settled. Raises BadConfig, and as `wanted`."""
     try:
         manifest = load_manifest(directory)
     except ModelFileError:
@@ -65,9 +65,9 @@ def find_need(settings: Settings, directory: Path, machine: Machine, threads: in
             hint="leave it out; weights_mem bounds the weights in memory", param="host_weights_mem",
         )  # fmt: skip
     if machine.card is not None:
-        return _on_card(settings, manifest, machine, threads)
+        return _on_card(settings, directory, manifest, machine, threads)
     draft = choose_draft(settings, directory, manifest.bytes, machine, threads)
-    beside = machine._replace(available_ram=max(machine.available_ram - draft.total_bytes, 0))
+    beside = draft.beside(machine)
     sizes, why = choose_sizes(settings, beside, manifest.spec, manifest.bytes, manifest.context, threads)[:2]
     if manifest.bytes > sizes.weights_bytes and (
         found := fitting_format(manifest.spec, manifest.bytes, settings, beside)
@@ -82,19 +82,25 @@ def find_need(settings: Settings, directory: Path, machine: Machine, threads: in
         nvme_bytes=sizes.nvme_bytes, context=settings.ctx or manifest.context, max_batch=settings.max_batch,
         max_streams=settings.max_streams, threads=threads, ladder=(settings.kv_exact_first, settings.kv_exact_last),
     ).workspace  # fmt: skip
-    return Need(sizes, manifest.bytes, workspace + draft.total_bytes, draft, manifest.format, why)
+    return Need(sizes, manifest.bytes, workspace + draft.ram_bytes, draft, manifest.format, why)
 
 
-def _on_card(settings: Settings, manifest: Manifest, machine: Machine, threads: int) -> Need:
-    """The same on a card, which has no draft models."""
+def _on_card(settings: Settings, directory: Path, manifest: Manifest, machine: Machine, threads: int) -> Need:
+    """The same on a card."""
     on_card = sum(record_card_bytes(record) for record in manifest.records)
-    found = choose_sizes(
-        settings, machine, manifest.spec, manifest.bytes, manifest.context, threads, on_card
-    )
-    for reason in found.why:
+
+    def choose(machine: Machine) -> Chosen:
+        return choose_sizes(settings, machine, manifest.spec, manifest.bytes, manifest.context, threads, on_card)
+
+    draft = choose_card_draft(settings, directory, on_card, machine, threads, choose)
+    beside = draft.beside(machine)
+    found = choose(beside)
+    assert machine.card is not None and beside.card is not None
+    reserved = beside.card.free_bytes - found.card_usable_bytes  # each engine has a context of the driver's
+    why = (*found.why, draft.why) if draft.why else found.why
+    for reason in why:
         log.info("%s: %s", manifest.name, reason)
-    draft = Draft(None, "draft models are not computed on a card yet") if settings.draft else Draft()
     return Need(
-        found.sizes, on_card, found.card_workspace_bytes, draft, manifest.format, found.why,
-        found.card_usable_bytes, found.later_device_bytes,
+        found.sizes, on_card, found.card_workspace_bytes + draft.card_bytes + reserved, draft, manifest.format, why,
+        machine.card.free_bytes, found.later_device_bytes,
     )  # fmt: skip

@@ -6,26 +6,25 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tierd.daemon import kv_quota, room
+from tierd.daemon import kv_quota
+from tierd.daemon.books import Books
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.config import Settings
 from tierd.daemon.engine_config import EngineConfig, engine_config
-from tierd.daemon.errors import LOGS_HINT, EngineFailed, OutOfSpace, TierdError, TryLater, Unsupported
-from tierd.daemon.machine import Machine, Sizes, probe_machine
+from tierd.daemon.errors import LOGS_HINT, EngineFailed, TierdError, TryLater
+from tierd.daemon.machine import Machine, Sizes, probe_machine, whole_tier
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.need import Need, find_need, machine_for
 from tierd.daemon.plan import rates
-from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
 from tierd.daemon.plan.block import Block, Extent, choose_block
 from tierd.daemon.plan.draft import Draft
 from tierd.daemon.plan.subject import prepared_subject
-from tierd.daemon.room import Arenas, Held
+from tierd.daemon.room import Arenas
 from tierd.daemon.settled import kv_root, settle
 from tierd.daemon.supervisor import Model, NoRoom
 from tierd.daemon.units import human_bytes
@@ -61,15 +60,11 @@ class Preparer:
         self._probe = probe
         self.root = kv_root(settings)
         self._one_at_a_time = asyncio.Lock()
-        self._held: dict[str, Held] = {}
+        self.books = Books(settings)
         self._resized: dict[str, dict[str, int]] = {}  # models, and what somebody gave them by hand
-        self._yielded: dict[str, int] = {}  # those that have less on the device than is booked, and how much
         self._blocks: dict[str, Block] = {}  # models whose next engine is for a batch alone
         self._formats: dict[str, str] = {}  # of the pages of each model's last engine
-        self._needs: dict[str, Need] = {}  # of those in `_held`
         self._resizes: set[asyncio.Task[dict[str, Any]]] = set()  # at most one: they hold the lock
-        self._auto_cap = self._cap = Arenas(0, 0)  # as the daemon chose it, and with what was resized by hand
-        self._usable_bytes = 0
 
     async def __call__(self, model: Model, engines: Mapping[str, EngineProcess]) -> str:
         """An `EngineConfig` as JSON. Measures the disk, so it may take a while.
@@ -77,32 +72,32 @@ class Preparer:
         `engines`: all that run, this one among them. Raises NoRoom when it has to wait until one of them ends.
         """
         async with self._one_at_a_time:
-            self._keep(engines.keys() - {model.name})
+            self.books.keep(engines.keys() - {model.name})
+            if self.books.on_card:
+                self._check_at_rest(model, engines)
             settings, machine = await asyncio.to_thread(self._settled, model)
+            if machine.card is not None and self.books.on_card:  # as if the others were not there
+                self.books.look(machine.card)
+                machine = machine._replace(card=machine.card._replace(free_bytes=self.books.usable_bytes))
             need = await asyncio.to_thread(find_need, settings, Path(model.directory), machine, self._threads())
             block = self._blocks.get(model.name)
             if block is not None:  # it fills the steps without guesses
                 need = need._replace(
-                    sizes=block.sizes, workspace_bytes=block.workspace_bytes, draft=Draft(), why=block.why
+                    sizes=block.sizes, workspace_bytes=block.workspace_bytes, draft=Draft(), why=block.why,
+                    later_device_bytes=0,
                 )
             wish = self._resized.get(model.name, {}) if block is None else {}
-            if self._held:
+            if self.books.held:
                 sizes = await self._beside(model, need, wish, machine, engines)
             else:
                 sizes = self._alone(need, wish, machine)
-            self._needs[model.name] = need
-            self._held[model.name] = need.held(sizes)
+            self.books.book(model.name, need, need.held(sizes), need.later_device_bytes)
             self._formats[model.name] = settings.page_formats
-            if len(self._held) == 1:
-                self._cap = _arenas(sizes)
-            taken = room.total_of(held.arenas for held in self._held.values())
-            self._cap = Arenas(max(self._cap.device, taken.device), max(self._cap.host, taken.host))
             self._tell(model.name, sizes, wish, engines)
-            self._book_later(model.name, need, sizes)
             sizes = await asyncio.to_thread(self._on_disk, model, sizes)
         draft = need.draft
         draft_dir = draft.model.directory if draft.model is not None else None
-        config = engine_config(settings, sizes, Path(model.directory), draft_dir, draft.off_reason)
+        config = engine_config(settings, sizes, Path(model.directory), draft_dir, draft.off_reason, draft.on_card)
         if block is not None:
             config = msgspec.structs.replace(
                 config, max_streams=block.streams, max_batch_rows=block.rows, throughput=True
@@ -122,10 +117,6 @@ class Preparer:
         """The block of a batch that has the machine for itself. Reads the disk: for a thread."""
         manifest = load_manifest(Path(model.directory))
         settings, machine = self._settled(model)
-        if machine.card is not None:
-            raise Unsupported(
-                "a batch that has the card for itself is not planned yet", hint="leave --exclusive out, or `card = off`"
-            )
         threads = self._threads()
         measured = rates.of_this_machine(settings.cache_dir, threads)
         subject = prepared_subject(Path(model.directory), manifest)
@@ -163,32 +154,32 @@ class Preparer:
         return work.result()
 
     async def _resize(self, engine: EngineProcess, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        held = self._held.get(engine.model)
+        books = self.books
+        held = books.held.get(engine.model)
         if held is None:
             raise EngineFailed(f"the engine of {engine.model} has ended", hint=LOGS_HINT)
         auto = [name for name in _SIZES if args.get(name) == AUTO]
-        wanted = {**args, **{name: self._auto_bytes(engine.model, name) for name in auto}}
-        self._check_fits(engine.model, held, wanted)
+        wanted = {**args, **{name: books.auto_bytes(engine.model, name) for name in auto}}
+        books.check_fits(engine.model, held, wanted)
         try:
             told = await engine.call("resize", wanted, timeout_s)
         except TierdError:
             if wanted.get("weights_bytes") is not None:  # they move first, so they may have although the rest did not
-                self._held[engine.model] = held._replace(weights=await self._weights_bytes(engine, held.weights))
+                books.held[engine.model] = held._replace(weights=await self._weights_bytes(engine, held.weights))
             raise
         sizes = {name: told[name] for name in _SIZES if name in args and name in told}
         mine = self._resized.get(engine.model, {}) | sizes
         self._resized[engine.model] = {name: size for name, size in mine.items() if name not in auto}
         device, host = held.arenas
         arenas = Arenas(sizes.get("device_bytes", device), sizes.get("host_bytes", host))
-        self._cap = Arenas(self._cap.device + arenas.device - device, self._cap.host + arenas.host - host)
-        self._held[engine.model] = held._replace(arenas=arenas, weights=sizes.get("weights_bytes", held.weights))
+        books.resized(engine.model, arenas, sizes.get("weights_bytes", held.weights))
         if "device_bytes" in sizes:
-            self._yielded.pop(engine.model, None)
+            books.yielded.pop(engine.model, None)
         return told
 
     def device_bytes(self, name: str) -> int | None:
         """What a model that runs may have on the device."""
-        held = self._held.get(name)
+        held = self.books.held.get(name)
         return None if held is None else held.arenas.device
 
     async def yield_device(self, engine: EngineProcess, device_bytes: int) -> None:
@@ -208,9 +199,9 @@ class Preparer:
                 raise EngineFailed(f"the engine of {engine.model} has ended", hint=LOGS_HINT)
             wanted = min(device_bytes, booked)
             await engine.call("resize", {"device_bytes": wanted, "timeout_s": RESIZE_S}, 2 * RESIZE_S)
-            self._yielded[engine.model] = wanted
+            self.books.yielded[engine.model] = wanted
             if wanted == booked:
-                del self._yielded[engine.model]
+                del self.books.yielded[engine.model]
         finally:
             self._one_at_a_time.release()
 
@@ -223,52 +214,6 @@ class Preparer:
             return before_bytes
         memory_bytes = status.get("weights", {}).get("memory_bytes")
         return memory_bytes if isinstance(memory_bytes, int) else before_bytes
-
-    def _keep(self, names: AbstractSet[str]) -> None:
-        """Forget what all other engines had."""
-        self._held = {name: held for name, held in self._held.items() if name in names}
-        self._needs = {name: need for name, need in self._needs.items() if name in names}
-        self._yielded = {name: size for name, size in self._yielded.items() if name in names}
-
-    def _auto_bytes(self, name: str, size: str) -> int:
-        """One of the sizes of a running engine as the daemon would choose it, beside the others that run."""
-        if size == "weights_bytes":
-            return self._needs[name].sizes.weights_bytes
-        part = self._auto_cap.device if size == "device_bytes" else self._auto_cap.host
-        return part // max(len(self._held), 1)
-
-    def _most_bytes(self, name: str) -> int:
-        """What a model may have: what the others leave, and alone as much as it gets unasked."""
-        others = {model: held for model, held in self._held.items() if model != name}
-        left_bytes = room.left_beside(self._usable_bytes, others)
-        need = self._needs[name]
-        return left_bytes if others else max(left_bytes, need.held(need.sizes).total)
-
-    def _check_fits(self, name: str, held: Held, wanted: Mapping[str, Any]) -> None:
-        """Raises OutOfSpace for a model that is to have more than it has and than what is left beside all else."""
-        whole = self._needs[name].weights_bytes
-        now = {"device": held.arenas.device, "host": held.arenas.host, "weights": held.weights}
-        named = {tier: size for tier in now if (size := wanted.get(f"{tier}_bytes")) is not None}
-        if "weights" in named:
-            named["weights"] = min(named["weights"], whole)
-        then, most_bytes = now | named, max(self._most_bytes(name), held.total)
-        if held.apart:  # the engine knows how much of the computer's memory there is
-            named.pop("host", None)
-            del then["host"]
-        if not named or sum(then.values()) + held.workspace <= most_bytes:
-            return
-        tier = max(named, key=lambda each: then[each] - now[each])
-        size = then[tier]
-        left_bytes = max(most_bytes - held.workspace - sum(then.values()) + size, 0)
-        beside, less = ("pages", "--device-mem") if tier == "weights" else ("weights", "--weights-mem")
-        flags = " ".join(f"--{each}-mem {size // 10**6}MB" for each, size in (named | {tier: left_bytes}).items())
-        does = f"`tierd resize {name} {flags}` does; " if left_bytes else ""
-        raise OutOfSpace(
-            f"{human_bytes(size)} of {tier} memory do not fit: {beside}, workspace and other models leave "
-            f"{human_bytes(left_bytes)} of {human_bytes(self._usable_bytes)} for it",
-            hint=f"{does}less {less} leaves more",
-            param=f"{tier}_bytes",
-        )
 
     def _tell(self, name: str, sizes: Sizes, wish: Mapping[str, int], engines: Mapping[str, EngineProcess]) -> None:
         """Say what an engine got instead of what somebody once gave it by hand."""
@@ -284,78 +229,82 @@ class Preparer:
     async def give_back(self, ended: str, engines: Mapping[str, EngineProcess]) -> None:
         """An engine has ended: the others get its part of the arenas."""
         async with self._one_at_a_time:
-            if ended in engines or ended not in self._held:
+            books = self.books
+            if ended in engines or ended not in books.held:
                 return
-            self._keep(engines.keys())
-            await self._resize_all(room.regrown(self._cap, self._held), engines)
+            books.keep(engines.keys())
+            if books.on_card and all(one.state is EngineState.READY for one in engines.values()):
+                machine = await asyncio.to_thread(self._probe, self._settings.cache_dir)
+                books.look(machine.card)
+            await self._resize_all(books.regrown(), engines)
+
+    def _check_at_rest(self, model: Model, engines: Mapping[str, EngineProcess]) -> None:
+        """Raises NoRoom while one of the others starts or ends: it can't make room, and what it takes is not known."""
+        held = self.books.held
+        if any((one := engines.get(name)) is None or one.state is not EngineState.READY for name in held):
+            raise NoRoom(model.name)
 
     def _alone(self, need: Need, wish: Mapping[str, int], machine: Machine) -> Sizes:
         """The sizes of the only engine; what somebody once gave it by hand where that fits."""
-        usable = min(machine.available_ram, machine.total_ram)
-        self._usable_bytes = need.card_bytes or usable - usable // 10
-        self._auto_cap = _arenas(need.sizes)
+        usable, books = min(machine.available_ram, machine.total_ram), self.books
+        books.usable_bytes = need.card_bytes or usable - usable // 10
+        books.others_bytes = 0 if machine.card is None else machine.card.total_bytes - machine.card.free_bytes
+        books.auto_cap = _arenas(need.sizes)
         wished = need.sizes._replace(**wish)
-        fits = need.held(wished).total <= max(self._usable_bytes, need.held(need.sizes).total)
+        fits = need.held(wished).total <= max(books.usable_bytes, need.held(need.sizes).total)
         return wished if fits else need.sizes
 
     async def _beside(
         self, model: Model, need: Need, wish: Mapping[str, int], machine: Machine, engines: Mapping[str, EngineProcess]
     ) -> Sizes:
         """The sizes of one more engine; the others have made room for it then, or have what they had before."""
-        if need.card_bytes:
-            raise NoRoom(model.name)  # what is free on a card is planned for one model
-        before = dict(self._held)
-        for weights_bytes in self._weights_to_try(need, wish):
+        books, on_card = self.books, need.card_bytes > 0
+        if on_card != books.on_card:
+            raise NoRoom(model.name)  # a card's engines and those of the processors take turns
+        before = dict(books.held)
+        for weights_bytes in books.weights_to_try(need, wish):
             fixed_bytes = weights_bytes + need.workspace_bytes
-            division, is_wish = self._divide(fixed_bytes, wish)
+            division, is_wish = books.divide(fixed_bytes, wish)
             if division is not None and (
-                fixed_bytes + division.newcomer.device <= machine.available_ram + division.freed_bytes(before)
+                on_card
+                or fixed_bytes + division.newcomer.device <= machine.available_ram + division.freed_bytes(before)
             ):
                 break
         else:
             raise NoRoom(model.name)
-        if any((one := engines.get(name)) is None or one.state is not EngineState.READY for name in before):
-            raise NoRoom(model.name)  # one that starts or ends can't make room
+        self._check_at_rest(model, engines)
         await self._resize_all(division.others, engines)
-        kept = room.total_of(held.arenas for held in self._held.values())
-        wanted = room.total_of((*division.others.values(), division.newcomer))
-        cap = Arenas(max(self._cap.device, wanted.device), max(self._cap.host, wanted.host))
-        arenas = room.left_of(cap, {"": kept})
-        if is_wish:
-            arenas = Arenas(min(arenas.device, division.newcomer.device), min(arenas.host, division.newcomer.host))
         # What the others had may have been untouched, so that giving it up left no more memory than before.
         _, machine = await asyncio.to_thread(self._settled, model)
-        if arenas.device < self._least_device_bytes() or fixed_bytes + arenas.device > machine.available_ram:
-            await self._resize_all(room.regrown(self._cap, before), engines)
+        if on_card:
+            books.look(machine.card)
+        arenas = books.left_for(division, fixed_bytes)
+        if is_wish:
+            arenas = Arenas(min(arenas.device, division.newcomer.device), min(arenas.host, division.newcomer.host))
+        too_much = not on_card and fixed_bytes + arenas.device > machine.available_ram
+        if arenas.device < books.least_device_bytes or too_much:
+            await self._resize_all(books.restored(before), engines)
             raise NoRoom(model.name)  # running answers need what the others have
-        return need.sizes._replace(
+        sizes = need.sizes._replace(
             device_bytes=arenas.device, host_bytes=arenas.host, weights_bytes=weights_bytes
         )
+        return self._below(sizes, need, machine) if on_card else sizes
 
-    def _weights_to_try(self, need: Need, wish: Mapping[str, int]) -> list[int]:
-        """Bytes of weights for one more engine: as somebody once gave it by hand, then as the settings say if less."""
-        asked = self._settings.weights_mem
-        unasked_bytes = need.weights_bytes if asked is None else min(asked, need.weights_bytes)
-        wished_bytes = min(wish.get("weights_bytes", unasked_bytes), need.weights_bytes)
-        return [wished_bytes] if wished_bytes <= unasked_bytes else [wished_bytes, unasked_bytes]
-
-    def _divide(self, fixed_bytes: int, wish: Mapping[str, int]) -> tuple[room.Division | None, bool]:
-        """Room for one more engine, and whether it has what somebody once gave it by hand: it does where that fits."""
-        part = room.divide(self._usable_bytes, self._held, fixed_bytes, self._least_device_bytes())
-        if part is None or not wish.keys() & {"device_bytes", "host_bytes"}:
-            return part, False
-        device, host = part.newcomer
-        wished = Arenas(wish.get("device_bytes", device), wish.get("host_bytes", host))
-        found = room.divide(self._usable_bytes, self._held, fixed_bytes, self._least_device_bytes(), wished)
-        return found or part, found is not None
+    def _below(self, sizes: Sizes, need: Need, machine: Machine) -> Sizes:
+        """The same with as much of the computer's memory, below a card, as there is now."""
+        usable = min(machine.available_ram, machine.total_ram)
+        usable = max(usable - usable // 10 - need.draft.ram_bytes, 0)
+        host = whole_tier(min(sizes.host_bytes, usable))
+        weights = self._settings.host_weights_mem
+        return sizes._replace(host_bytes=host, host_weights_bytes=usable - host if weights is None else weights)
 
     async def _resize_all(self, wanted: Mapping[str, Arenas], engines: Mapping[str, EngineProcess]) -> None:
         """Resize those that differ. One that can't stays as it is."""
         for name, arenas in wanted.items():
-            held, engine = self._held[name], engines.get(name)
+            held, engine = self.books.held[name], engines.get(name)
             if engine is None or engine.state is not EngineState.READY or arenas == held.arenas:
                 continue
-            device_bytes = min(arenas.device, self._yielded.get(name, arenas.device))
+            device_bytes = min(arenas.device, self.books.yielded.get(name, arenas.device))
             args = {"device_bytes": device_bytes, "host_bytes": arenas.host, "timeout_s": RESIZE_S}
             try:
                 await engine.call("resize", args, 2 * RESIZE_S)
@@ -363,19 +312,7 @@ class Preparer:
                 log.info("%s keeps its memory: %s", name, exc)
                 continue
             log.info("%s has %d bytes of pages on the device now, %d below", name, device_bytes, arenas.host)
-            self._held[name] = held._replace(arenas=arenas)
-
-    def _least_device_bytes(self) -> int:
-        asked = self._settings.device_mem
-        return LEAST_ARENA_BYTES if asked is None else min(asked // 4, LEAST_ARENA_BYTES)
-
-    def _book_later(self, name: str, need: Need, sizes: Sizes) -> None:
-        """What others hold of a card is the pages' when they have left, where somebody watches for that."""
-        later_bytes = need.later_device_bytes
-        if self._settings.yield_device_mem and sizes.device_bytes == need.sizes.device_bytes < later_bytes:
-            held = self._held[name]
-            self._held[name] = held._replace(arenas=held.arenas._replace(device=later_bytes))
-            self._yielded[name] = sizes.device_bytes
+            self.books.held[name] = held._replace(arenas=arenas)
 
     def _settled(self, model: Model) -> tuple[Settings, Machine]:
         """The machine as it is now, and what the settings mean on it: the card may have come or gone since the last

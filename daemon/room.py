@@ -2,6 +2,9 @@
 
 The arenas of all engines together stay as large as those that the first one got alone. One that comes later takes its
 part of them from the others, which shrink; when an engine ends, the others get its part back.
+
+On a card weights and pages have one memory, and pages get all that weights leave: there a newcomer's weights, too, come
+out of the arenas of the others.
 """
 
 from __future__ import annotations
@@ -67,6 +70,23 @@ def divide(
         part = Arenas(left.device // len(held), left.host // len(held))
     division = Division(_at_most(held, part), wish)
     return division if wish.device + wish.host - division.freed_bytes(held) <= free_bytes else None
+
+
+def divide_apart(
+    total: Arenas, held: Mapping[str, Held], least_device_bytes: int, wish: Arenas | None = None
+) -> Division | None:
+    """The same on a card. `total`: of the arenas of all, the newcomer's among them; neither memory makes up for the
+    other."""
+    part = Arenas(total.device // (len(held) + 1), total.host // (len(held) + 1))
+    if part.device < least_device_bytes:
+        return None
+    if wish is None:
+        others = _at_most(held, part)
+        return Division(others, left_of(total, others))
+    left = Arenas(total.device - wish.device, total.host - wish.host)
+    if left.device < least_device_bytes * len(held) or left.host < 0:
+        return None
+    return Division(_at_most(held, Arenas(left.device // len(held), left.host // len(held))), wish)
 
 
 def left_beside(usable_bytes: int, held: Mapping[str, Held]) -> int:

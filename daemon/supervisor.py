@@ -337,9 +337,10 @@ class Supervisor:
         return frozenset((engine.model, engine.state, engine.busy > 0, engine.resizes) for engine in others)
 
     def _make_room(self, waiter: Waiter) -> None:
-        """End the idle engine that was used the longest ago."""
+        """End the idle engine that was used the longest ago. Not while another one ends, which makes room itself, or
+        starts, beside which nobody is let in."""
         engines = self.engines.values()
-        if any(engine.state is EngineState.STOPPING for engine in engines):
+        if any(engine.state is not EngineState.READY for engine in engines):
             return
         idle = [e for e in engines if e.model not in self._pinned and self._is_idle(e, before_s=waiter.since_s)]
         if idle:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-GRAIN_BYTES = 64 << 20  # what an arena on a card is mapped in: less would free nothing
+from tierd.daemon.plan.cards import GRAIN_BYTES
 
 
 class Rule(NamedTuple):

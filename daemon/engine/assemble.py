@@ -16,7 +16,7 @@ import msgspec
 
 from tierd.daemon.engine import draft
 from tierd.daemon.engine.arenas import Copies, arenas, ladders
-from tierd.daemon.engine.backend import Backend, OwnDecoder, choose
+from tierd.daemon.engine.backend import Backend, CpuBackend, OwnDecoder, choose
 from tierd.daemon.engine.chat import ChatTemplate
 from tierd.daemon.engine.embed import Pooling
 from tierd.daemon.engine.foresight import Foresight
@@ -125,7 +125,7 @@ def build(
         backend = choose(threads, notes.append, make_decoder, config.card)
         resources.callback(backend.close)
         check_device(config, manifest, backend, notes)
-        if not backend.on_card:
+        if not (backend.on_card and (config.draft_on_card or not config.draft_dir)):
             CpuDecoder.warm_up(lambda done, total: hooks.progress("kernels", done, total))
         return _build(config, hooks, manifest, resources, threads, max_requests, backend, notes)
     except BaseException:
@@ -237,17 +237,13 @@ def _speculator(
     resources: contextlib.ExitStack, threads: int, note: Callable[[str], None],
 ) -> Speculator:  # fmt: skip
     """What drafts, with the draft model where there is one. Raises BadConfig when that does not go with this model."""
-    mode, off = Speculate(config.speculate), config.draft_off_reason
-    if config.draft_dir and backend.on_card:
-        off = "draft models are not computed on a card yet"
-    if off:
-        note(f"the draft model is off: {off}")
-    if off or not config.draft_dir or mode is Speculate.OFF:
+    mode = Speculate(config.speculate)
+    if config.draft_off_reason:
+        note(f"the draft model is off: {config.draft_off_reason}")
+    if not config.draft_dir or mode is Speculate.OFF:
         return Speculator(mode, None)
-    model = draft.load(
-        Path(config.draft_dir), manifest, vocabulary, backend, mover, resources,
-        max_streams=config.max_streams, threads=threads, clock=time.monotonic,
-    )  # fmt: skip
+    where = backend if config.draft_on_card or not backend.on_card else CpuBackend(threads)
+    model = draft.load(config, manifest, vocabulary, where, mover, resources, threads=threads, clock=time.monotonic)
     return Speculator(mode, Guesses(model, mode, time.monotonic))
 
 

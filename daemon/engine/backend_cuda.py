@@ -167,8 +167,7 @@ class CudaBackend:
         far: Angles | None = None,
         copies: bool = False,
     ) -> GpuDecoder:
-        if not isinstance(weights, CardWeights):
-            raise ValueError("draft models are not computed on a card yet")
+        assert isinstance(weights, CardWeights)
         decoder = GpuDecoder(
             weights.shape, weights.layers, weights.ends, layout, cos, sin, max_rows, weights.dtype,
             capture=self._capture(self._device), stream=self._stream, note=self._note,

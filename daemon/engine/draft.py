@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,22 +20,26 @@ from tierd.daemon.engine import batch
 from tierd.daemon.engine.backend import Backend
 from tierd.daemon.engine.guesses import LEAST_CHANCE, Guess, Wish
 from tierd.daemon.engine.model import rope
-from tierd.daemon.engine.model.weights import ModelWeights
 from tierd.daemon.engine.runner import Decoder, Memory
 from tierd.daemon.engine.speculate import MAX_DRAFT, SMOOTHING
 from tierd.daemon.engine.tokens import Vocabulary
-from tierd.daemon.errors import BadConfig, ModelInvalid
+from tierd.daemon.engine_config import EngineConfig
+from tierd.daemon.errors import BadConfig, ModelInvalid, OutOfSpace
 from tierd.daemon.models.catalog import TOKENIZER, Manifest, load_manifest
 from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.plan.draft import (
     CATCH_UP_ROWS,
+    KV_FORMAT,
     SEAT_TOKENS,
     START_TOKENS,
+    card_draft_bytes,
     draft_bytes,
     layout,
     max_rows,
+    pages_bytes,
     seats,
 )
+from tierd.daemon.units import human_bytes
 from tierd.kernels.layout import PAGE_TOKENS
 from tierd.tiers.mover import Mover
 
@@ -71,6 +76,7 @@ class DraftModel:
         name: of the model.
         memories: what the pages lie in.
         pages: addresses `[seats, pages of a seat]`.
+        on_card: whether a card computes it.
         vocab: ids that the main model knows.
         known: of these, so many first ones are known to this model as well.
         memory_bytes: that it takes, for those who ask.
@@ -78,9 +84,10 @@ class DraftModel:
 
     def __init__(
         self, name: str, decoder: Decoder, memories: Sequence[Memory], pages: npt.NDArray[np.int64], *, vocab: int,
-        known: int, memory_bytes: int, clock: Callable[[], float],
+        known: int, memory_bytes: int, clock: Callable[[], float], on_card: bool = False,
     ) -> None:  # fmt: skip
         self.name = name
+        self.on_card = on_card
         self.memory_bytes = memory_bytes
         self.pass_s = 0.0  # of a pass that guesses one token of each
         self._decoder = decoder
@@ -194,34 +201,50 @@ def check_pair(main: Manifest, main_words: Vocabulary, draft: Manifest, draft_wo
 
 
 def load(
-    directory: Path, main: Manifest, words: Vocabulary, backend: Backend, mover: Mover, resources: contextlib.ExitStack,
-    *, max_streams: int, threads: int, clock: Callable[[], float],
+    config: EngineConfig, main: Manifest, words: Vocabulary, backend: Backend, mover: Mover,
+    resources: contextlib.ExitStack, *, threads: int, clock: Callable[[], float],
 ) -> DraftModel:  # fmt: skip
-    """The draft model in `directory`, for `main`, whose tokens are `words`. What it holds is given back by `resources`.
+    """The draft model of an engine, for `main`, whose tokens are `words`; `backend` computes it. What it holds is given
+    back by `resources`.
 
-    Raises BadConfig when the two don't go together, ModelInvalid.
+    Raises BadConfig when the two don't go together, ModelInvalid, OutOfSpace.
     """
+    directory, max_streams = Path(config.draft_dir), config.max_streams
     try:
         manifest = load_manifest(directory)
     except ModelFileError as exc:
         raise ModelInvalid(f"draft model {directory.name!r} is broken: {exc}") from exc
     check_pair(main, words, manifest, Vocabulary.load(directory / TOKENIZER))
     spec = manifest.spec
+    # What a card computes with.
+    format = backend.copy_format if backend.on_card and config.kv_format != KV_FORMAT else KV_FORMAT
+    whole = msgspec.structs.replace(
+        config, model_dir=config.draft_dir, weights_bytes=None, host_weights_bytes=None
+    )
     try:
-        shape = layout(spec)
-        taken = draft_bytes(manifest, max_streams, threads)
-        weights = ModelWeights(directory, manifest, None, max_rows(max_streams), mover, lambda _done, _total: None)
+        shape = layout(spec, format)
+        on_card = backend.on_card
+        taken = card_draft_bytes(manifest, max_streams) if on_card else draft_bytes(manifest, max_streams, threads)
+        weights = backend.weights(whole, manifest, max_rows(max_streams), mover, lambda _done, _total: None)
         resources.callback(weights.close)
         cos, sin = rope.tables(rope.frequencies(spec, SEAT_TOKENS), SEAT_TOKENS)
         decoder = backend.decoder(weights, shape, cos, sin, max_rows(max_streams), lambda _done, _total: None)
+        resources.callback(decoder.close)
+        pages = pages_bytes(shape, max_streams)
+        block = backend.device_block(pages, pages)
     except ValueError as exc:
         raise BadConfig(
             f"{manifest.name} can't be a draft model: {exc}", hint="choose another, or leave --draft out", param="draft"
         ) from exc
-    resources.callback(decoder.close)
-    block = backend.device_block(taken.pages, taken.pages)
-    pages = block.address + np.arange(taken.pages // shape.record_bytes, dtype=np.int64) * shape.record_bytes
+    except OSError as exc:
+        raise OutOfSpace(
+            f"there is no memory for the draft model {manifest.name}, which takes {human_bytes(taken.total)}: "
+            f"{exc.strerror or exc}",
+            hint="give less with --device-mem or --weights-mem, or leave --draft out",
+        ) from exc
+    addresses = block.address + np.arange(pages // shape.record_bytes, dtype=np.int64) * shape.record_bytes
     return DraftModel(
-        manifest.name, decoder, (block.row(0, taken.pages),), pages.reshape(seats(max_streams), -1),
+        manifest.name, decoder, (block.row(0, pages),), addresses.reshape(seats(max_streams), -1),
         vocab=main.spec.vocab, known=min(main.spec.vocab, spec.vocab), memory_bytes=taken.total, clock=clock,
+        on_card=on_card,
     )  # fmt: skip

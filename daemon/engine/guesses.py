@@ -66,6 +66,9 @@ class Guesser(Protocol):
     def memory_bytes(self) -> int: ...
 
     @property
+    def on_card(self) -> bool: ...
+
+    @property
     def pass_s(self) -> float: ...
 
     def guess(self, wishes: Sequence[Wish], counts: Sequence[int]) -> list[Guess]: ...
@@ -105,6 +108,7 @@ class Guesses:
             "model": self._model.name,
             "off": self.off,
             "memory_bytes": self._model.memory_bytes,
+            "on": "card" if self._model.on_card else "processors",
             "drafted_tokens": self._drafted_tokens,
             "right_drafts": self._right_tokens,
             "spent_s": round(self._spent_s, 3),

@@ -6,15 +6,18 @@ Sizes that the daemon chose fit; these are for those that somebody asked for, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from tierd.daemon.card_memory import probe_card
 from tierd.daemon.engine.backend import Backend
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.errors import BadConfig, OutOfSpace
-from tierd.daemon.models.catalog import Manifest
+from tierd.daemon.models.catalog import Manifest, load_manifest
+from tierd.daemon.models.errors import ModelFileError
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import CardPlacement, DoesNotFitHost, place_on_card, refused_by_card
+from tierd.daemon.plan.draft import card_draft_bytes
 from tierd.daemon.plan.workspace import COPY_FORMAT, exact_bytes
 from tierd.daemon.units import human_bytes
 from tierd.tiers.mover import Mover
@@ -58,11 +61,12 @@ def check_device(config: EngineConfig, manifest: Manifest, backend: Backend, not
         why = notes[-1] if notes else "it is not there any more"
         raise BadConfig(f"this engine was to compute on a card: {why}", hint="`--card off` computes on the processors")
     free_bytes, weights_bytes = backend.device_memory[0], _placed(config, manifest).device_bytes
-    copies_bytes = _copies_bytes(config, manifest, backend.copy_format)
-    if config.device_bytes + weights_bytes + copies_bytes <= free_bytes:
+    copies_bytes, draft_bytes = _copies_bytes(config, manifest, backend.copy_format), _draft_bytes(config)
+    if config.device_bytes + weights_bytes + copies_bytes + draft_bytes <= free_bytes:
         return
-    fits = max(free_bytes - weights_bytes - copies_bytes, 0)
+    fits = max(free_bytes - weights_bytes - copies_bytes - draft_bytes, 0)
     beside = f", {human_bytes(copies_bytes)} of exact tokens" if copies_bytes else ""
+    beside += f", {human_bytes(draft_bytes)} of the draft model" if draft_bytes else ""
     raise BadConfig(
         f"device_mem of {human_bytes(config.device_bytes)}{beside} and {human_bytes(weights_bytes)} of weights are "
         f"more than the {human_bytes(free_bytes)} that the card has free",
@@ -76,6 +80,16 @@ def _copies_bytes(config: EngineConfig, manifest: Manifest, copy_format: str) ->
     return exact_bytes(
         manifest.spec, config.kv_format, ladder, config.max_batch_rows, config.max_streams, copy_format
     )
+
+
+def _draft_bytes(config: EngineConfig) -> int:
+    """Of the card, that the draft model takes."""
+    if not config.draft_on_card:
+        return 0
+    try:
+        return card_draft_bytes(load_manifest(Path(config.draft_dir)), config.max_streams).total
+    except (ModelFileError, ValueError):
+        return 0  # who loads it says what is wrong with it
 
 
 def _placed(config: EngineConfig, manifest: Manifest) -> CardPlacement:

@@ -37,6 +37,7 @@ class Efficiency(NamedTuple):
 EFFICIENCY = Efficiency(0.8, 0.5, 0.8)
 # A card's driver and tierd's own buffers; what is left can be planned with.
 RESERVED_BYTES = 1 << 30
+GRAIN_BYTES = 64 << 20  # what an arena on a card is mapped in, `tiers.cuda_memory`: less would free nothing
 
 _GIB, _GB, _TERA = 1 << 30, 1e9, 1e12
 _LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}  # one lane, one direction, after line coding
@@ -86,3 +87,11 @@ def find_card(text: str) -> Card:
         hint = suggest(name, list(CARDS)) or f"known are {', '.join(CARDS)}"
         raise BadRequest(f"card {text[:40]!r} isn't known", hint=hint, param="gpu")
     return card
+
+
+def card_like(name: str, memory_bytes: int) -> Card:
+    """The card of this name, or, where that is not known, the slowest of those whose memory is the nearest."""
+    try:
+        return find_card(name)
+    except BadRequest:
+        return min(CARDS.values(), key=lambda card: (abs(card.memory_bytes - memory_bytes), card.bytes_per_s))

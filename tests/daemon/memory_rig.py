@@ -24,4 +24,4 @@ def roomy_front(
 
 def arenas_of(front: Front, name: str) -> Arenas:
     """What an engine of the front was given last: at its start, or by a resize."""
-    return front.prepare._held[name].arenas
+    return front.prepare.books.held[name].arenas

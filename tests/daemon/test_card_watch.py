@@ -45,7 +45,7 @@ class Scene:
         for name, engine in list(self.front.supervisor.engines.items()):
             if engine.pid is not None:
                 booked = self.front.prepare.device_bytes(name) or 0
-                found[engine.pid] = min(self.front.prepare._yielded.get(name, booked), booked) + GIB
+                found[engine.pid] = min(self.front.prepare.books.yielded.get(name, booked), booked) + GIB
         return found
 
     async def look(self, seconds: float = 2.0) -> dict[str, Any]:

@@ -79,10 +79,10 @@ def test_confirm(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 def test_a_draft_model_in_a_line() -> None:
     draft = {"model": "small", "memory_bytes": 138_000_000, "drafted_tokens": 0, "right_drafts": 0, "off": ""}
-    assert common.draft_shown(draft) == "small, 138 MB, has not guessed yet"
-    some = draft | {"drafted_tokens": 1000, "right_drafts": 640}
-    assert common.draft_shown(some) == "small, 138 MB, 640 of 1,000 guessed tokens were right"
-    assert common.draft_shown(draft | {"off": "it failed: x"}) == "small, 138 MB, off: it failed: x"
+    assert common.draft_shown(draft) == "small, 138 MB on the processors, has not guessed yet"
+    some = draft | {"drafted_tokens": 1000, "right_drafts": 640, "on": "card"}
+    assert common.draft_shown(some) == "small, 138 MB on the card, 640 of 1,000 guessed tokens were right"
+    assert common.draft_shown(draft | {"off": "it failed: x"}) == "small, 138 MB on the processors, off: it failed: x"
     assert common.draft_shown({}) == common.draft_shown(None) == "-"
 
 

@@ -107,7 +107,7 @@ async def test_its_engine_is_raised_and_lowered(front: Front) -> None:
 async def test_what_its_engine_takes_is_counted(front: Front) -> None:
     batch = await front.connect()
     await batch.call("reserve", **WISH)
-    held = front.prepare._held["alpha"]
+    held = front.prepare.books.held["alpha"]
     assert held.arenas == (SIZES.device_bytes, SIZES.host_bytes) and held.workspace == BLOCK.workspace_bytes
 
 

@@ -19,7 +19,7 @@ from tierd.daemon.models.placement_card import refused_by_card
 from tierd.daemon.plan.shape import shape_from_spec
 from tierd.daemon.plan.weights import weight_bytes
 from tierd.daemon.prepare import Preparer
-from tierd.daemon.supervisor import Model, NoRoom
+from tierd.daemon.supervisor import Model
 from tierd.daemon.units import human_bytes
 
 
@@ -120,6 +120,28 @@ async def test_sizes_on_a_card_are_planned_from_its_memory(card_models, tmp_path
     assert not off.card and off.kv_format == "fp32" and off.device_bytes <= 8 * 10**9
 
 
+async def test_the_draft_model_has_its_memory_on_the_card(card_models, tmp_path):
+    make_model(tmp_path / "models", "large", weights_bytes=400 << 20)
+    large = Model("large", tmp_path / "models" / "large")
+    with_heads(large.directory, 16)
+
+    async def prepared(**changes):
+        settings = make_settings(tmp_path, device_mem=None, **changes)
+        prepare = Preparer(settings, lambda _dir: WITH_CARD)
+        config = msgspec.json.decode(await prepare(large, {}), type=EngineConfig)
+        return config, prepare.books.held["large"]
+
+    (with_it, held), (without, alone) = await prepared(draft="alpha"), await prepared()
+    assert with_it.draft_on_card and with_it.draft_dir.endswith("alpha") and not without.draft_on_card
+    taken = held.workspace - alone.workspace
+    assert taken > 64 << 20 and with_it.device_bytes == without.device_bytes - taken and held.total == alone.total
+    odd = with_heads(card_models / "alpha", 72)
+    assert refused_by_card(odd)
+    beside, held = await prepared(draft="alpha")
+    assert beside.draft_dir and not beside.draft_on_card and held.workspace == alone.workspace
+    assert beside.host_bytes + beside.host_weights_bytes < without.host_bytes + without.host_weights_bytes
+
+
 async def test_a_model_that_the_card_does_not_take_is_computed_by_the_processors(card_models, tmp_path):
     odd = with_heads(card_models / "beta", 72)
     assert refused_by_card(odd).endswith("a multiple of 16 up to 256, not of 72")
@@ -155,15 +177,7 @@ async def test_pages_that_had_to_make_do_grow_when_others_have_left_the_card(car
         config = msgspec.json.decode(await prepare(Model("alpha", card_models / "alpha"), {}), type=EngineConfig)
         assert 1 << 30 < config.device_bytes < (4 << 30) - reserve
         assert prepare.device_bytes("alpha") == (8 << 30 if booked else config.device_bytes)
-        assert prepare._yielded.get("alpha") == (config.device_bytes if booked else None)
-
-
-async def test_a_card_is_planned_for_one_model(card_models, tmp_path):
-    prepare = Preparer(make_settings(tmp_path), lambda _dir: WITH_CARD)
-    await prepare(Model("alpha", card_models / "alpha"), {})
-    prepare._keep = lambda _names: None  # alpha runs
-    with pytest.raises(NoRoom):
-        await prepare(Model("beta", card_models / "beta"), {})
+        assert prepare.books.yielded.get("alpha") == (config.device_bytes if booked else None)
 
 
 async def test_memory_below_a_card_needs_a_card(card_models, tmp_path):

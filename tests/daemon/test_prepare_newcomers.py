@@ -8,7 +8,7 @@ import pytest
 from front_harness import make_model, set_options, text, until
 from memory_rig import GB, arenas_of, roomy_front
 
-from tierd.daemon import prepare, supervisor
+from tierd.daemon import books, supervisor
 from tierd.daemon.child import EngineProcess, EngineState
 from tierd.daemon.errors import OutOfSpace
 from tierd.daemon.machine import Machine
@@ -27,7 +27,7 @@ async def test_two_models_that_fit_stay_loaded_and_share_the_arenas(fake_models,
         both = [arenas_of(front, name) for name in ("alpha", "beta")]
         assert sum(one.device for one in both) == alone.device and sum(one.host for one in both) == alone.host
         await front.service.unload("beta")
-        await until(lambda: front.prepare._held["alpha"].arenas == alone)
+        await until(lambda: front.prepare.books.held["alpha"].arenas == alone)
 
 
 async def test_a_model_that_does_not_fit_beside_takes_the_place_of_the_least_recently_used(tmp_path, machine):
@@ -128,7 +128,7 @@ async def test_who_shrank_for_nothing_grows_again(fake_models, tmp_path, machine
         await until(lambda: "beta" not in front.supervisor.engines)
         await front.service.load("beta")
         both = [arenas_of(front, name) for name in ("alpha", "beta")]
-        monkeypatch.setattr(prepare, "LEAST_ARENA_BYTES", GB)
+        monkeypatch.setattr(books, "LEAST_ARENA_BYTES", GB)
         with pytest.raises(OutOfSpace, match="gamma does not fit"):
             await front.service.load("gamma")
         assert [arenas_of(front, name) for name in ("alpha", "beta")] == both
@@ -139,7 +139,7 @@ async def test_what_the_others_give_up_counts_as_free(fake_models, tmp_path, mac
     fronts = []
 
     def probe():
-        held = fronts[0].prepare._held
+        held = fronts[0].prepare.books.held
         return machine._replace(available_ram=8 * GB - sum(held["alpha"].arenas)) if held else machine
 
     async with roomy_front(tmp_path, probe) as front:

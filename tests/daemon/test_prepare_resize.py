@@ -21,7 +21,7 @@ async def test_a_resize_waits_until_a_newcomer_has_its_part(fake_models, tmp_pat
             assert not front.engine().resizes
         await resizing
         await asyncio.gather(front.service.load("beta"), front.service.resize("alpha", {"device_bytes": GB // 2}))
-        assert total_of(held.arenas for held in front.prepare._held.values()) == front.prepare._cap
+        assert total_of(held.arenas for held in front.prepare.books.held.values()) == front.prepare.books.cap
 
 
 async def test_what_resize_gave_counts(fake_models, tmp_path, machine):
@@ -51,7 +51,7 @@ async def test_what_resize_gave_is_there_again_beside_another_model(fake_models,
         await front.service.resize("alpha", {"device_bytes": device})
         before = [arenas_of(front, name) for name in ("alpha", "beta")]
         await front.service.unload("alpha")
-        await until(lambda: front.prepare._held["beta"].arenas != before[1])
+        await until(lambda: front.prepare.books.held["beta"].arenas != before[1])
         await front.service.load("alpha")
         assert [arenas_of(front, name) for name in ("alpha", "beta")] == before
         assert not front.engine().notices
@@ -119,10 +119,10 @@ async def test_after_a_refusal_the_weights_count_that_the_engine_has(tmp_path, m
     set_options(path, refuse_resize=True, status={"weights": {"memory_bytes": has}})
     async with roomy_front(tmp_path, machine, weights_mem=2 * GB) as front:
         await front.service.load("alpha")
-        before = front.prepare._held["alpha"]
+        before = front.prepare.books.held["alpha"]
         with pytest.raises(OutOfSpace, match="running requests need it"):
             await front.service.resize("alpha", {"weights_bytes": 6 * GB, "device_bytes": GB})
-        assert front.prepare._held["alpha"] == before._replace(weights=has)
+        assert front.prepare.books.held["alpha"] == before._replace(weights=has)
 
 
 async def test_a_refusal_by_an_engine_that_says_nothing_changes_nothing(tmp_path, machine):
@@ -130,10 +130,10 @@ async def test_a_refusal_by_an_engine_that_says_nothing_changes_nothing(tmp_path
     set_options(path, refuse_resize=True)
     async with roomy_front(tmp_path, machine) as front:
         await front.service.load("alpha")
-        before = front.prepare._held["alpha"]
+        before = front.prepare.books.held["alpha"]
         with pytest.raises(OutOfSpace, match="running requests need it"):
             await front.service.resize("alpha", {"weights_bytes": 6 * GB})
-        assert front.prepare._held["alpha"] == before
+        assert front.prepare.books.held["alpha"] == before
 
 
 class Slow:
@@ -162,7 +162,7 @@ async def test_a_resize_is_booked_although_its_client_has_gone(fake_models, tmp_
         assert prepare._one_at_a_time.locked(), "others would count with what it had before"
         slow.may_answer.set()
         await until(lambda: not prepare._one_at_a_time.locked())
-        assert (prepare._held["alpha"].arenas.device, prepare._cap.device) == (GB, GB)
+        assert (prepare.books.held["alpha"].arenas.device, prepare.books.cap.device) == (GB, GB)
         assert prepare._resized == {"alpha": size}
 
 
@@ -177,7 +177,7 @@ async def test_who_goes_away_before_a_resize_begins_has_changed_nothing(fake_mod
             with pytest.raises(asyncio.CancelledError):
                 await resizing
         await front.service.resize("alpha", {"host_bytes": 0})
-        assert not slow.asked.is_set() and prepare._held["alpha"].arenas.device == 4 * GB
+        assert not slow.asked.is_set() and prepare.books.held["alpha"].arenas.device == 4 * GB
 
 
 async def test_an_engine_that_has_ended_is_not_resized(fake_models, tmp_path, machine):
@@ -193,10 +193,10 @@ async def test_nothing_is_kept_of_a_model_that_found_no_room_nor_of_one_that_end
         await front.service.load("alpha")
         with pytest.raises(OutOfSpace, match="beta does not fit beside alpha"):
             await front.service.load("beta")
-        assert front.prepare._needs.keys() == front.prepare._held.keys() == {"alpha"}
+        assert front.prepare.books.needs.keys() == front.prepare.books.held.keys() == {"alpha"}
         await front.service.unload("alpha")
-        await until(lambda: not front.prepare._held)
-        assert not front.prepare._needs
+        await until(lambda: not front.prepare.books.held)
+        assert not front.prepare.books.needs
 
 
 @pytest.mark.parametrize("free, weights", [(16 * GB, 5 * GB), (9 * GB // 2, 2 * GB)])
@@ -211,11 +211,11 @@ async def test_weights_that_resize_gave_beyond_the_setting_come_back_where_there
         await front.service.load("alpha")
         await front.service.resize("alpha", {"weights_bytes": 5 * GB})
         await front.service.unload("alpha")
-        await until(lambda: front.prepare._held["beta"].arenas.device == 4 * GB)
+        await until(lambda: front.prepare.books.held["beta"].arenas.device == 4 * GB)
         now[0] = machine._replace(available_ram=free)
         await front.service.load("alpha")
         assert set(front.supervisor.engines) == {"alpha", "beta"}
-        assert front.prepare._held["alpha"].weights == weights
+        assert front.prepare.books.held["alpha"].weights == weights
         assert ["no room for more" in text for text in front.engine("alpha").notices] == [True] * (weights < 5 * GB)
 
 
@@ -238,11 +238,11 @@ async def test_a_model_larger_than_the_memory_gets_back_what_it_had_unasked(tmp_
     make_model(tmp_path / "models", "alpha", weights_bytes=40 * GB)
     async with roomy_front(tmp_path, machine) as front:
         await front.service.load("alpha")
-        before = front.prepare._held["alpha"]
+        before = front.prepare.books.held["alpha"]
         for size in ("device_bytes", "weights_bytes"):
             await front.service.resize("alpha", {size: GB})
             await front.service.resize("alpha", {size: "auto"})
-        assert front.prepare._held["alpha"] == before
+        assert front.prepare.books.held["alpha"] == before
 
 
 async def test_what_resize_gave_has_to_fit_beside_the_weights_when_it_comes_back(tmp_path, machine):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.counts import counted
-from tierd.daemon.yielding import GRAIN_BYTES, Card, Decision, DeviceArena, Rule, decide
+from tierd.daemon.plan.cards import GRAIN_BYTES
+from tierd.daemon.yielding import Card, Decision, DeviceArena, Rule, decide
 
 GIB = 1 << 30
 RULE = Rule.of(2 * GIB)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +15,6 @@ import pytest
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
 from tests.daemon.engine.vocabularies import byte_fallback, byte_level
-from tierd.daemon.engine import assemble
 from tierd.daemon.engine.draft import DraftModel, Seat, check_pair
 from tierd.daemon.engine.guesses import Wish
 from tierd.daemon.engine.speculate import MAX_DRAFT, Draft
@@ -300,16 +297,6 @@ def test_a_pair_that_is_none_does_not_start(pair: tuple[Path, Path], tmp_path: P
 def test_why_there_is_no_draft_model_is_told(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with engine(pair[0], tmp_path, None, draft_off_reason="no room") as live:
         assert "the draft model is off: no room" in live.engine.notes
-
-
-def test_a_card_has_no_draft_model(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = engine(pair[0], tmp_path, pair[1]).config
-    notes: list[str] = []
-    rest: list[Any] = [None] * 3  # what a draft model would be built of
-    card: Any = SimpleNamespace(on_card=True)
-    with contextlib.ExitStack() as resources:
-        found = assemble._speculator(config, rest[0], rest[1], card, rest[2], resources, 2, notes.append)
-    assert found.guesses is None and len(notes) == 1 and "not computed on a card" in notes[0]
 
 
 @pytest.mark.model

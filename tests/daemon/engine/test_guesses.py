@@ -39,6 +39,7 @@ class Oracle:
     catch_up_s: float = 0.0
     name: str = "oracle"
     memory_bytes: int = 1000
+    on_card: bool = False
     now_s: float = 0.0
     kept: set[int] = field(default_factory=set)
     asked: list[list[int]] = field(default_factory=list)

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.daemon.plan.scenes import GB
 from tests.daemon.plan.scenes import MEASURED as SLOW
+from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.config import Settings
 from tierd.daemon.machine import Machine
 from tierd.daemon.models.catalog import MANIFEST_VERSION, Manifest, RecordEntry, Sampling, TensorEntry
+from tierd.daemon.models.placement_card import place_on_card
 from tierd.daemon.models.records import plan_records
 from tierd.daemon.plan.block import MAX_STREAMS, Block, Extent, choose_block
+from tierd.daemon.plan.cards import CARDS
 from tierd.daemon.plan.known import known_shape
 from tierd.daemon.plan.subject import Subject
 from tierd.daemon.plan.weights import prepared_bytes
@@ -60,6 +64,82 @@ def chosen(*given: Any, **asked: Any) -> Block:
     block = choose(*given, **asked)
     assert block is not None
     return block
+
+
+CARD = CardMemory("NVIDIA GeForce RTX 4090", 24 * GB, 24 * GB)
+
+
+def choose_on_card(
+    free: int, ram: int = 64 * GB, extent: Extent = EXTENT, streams: int | None = None, card: CardMemory = CARD,
+    **asked: Any,
+) -> Block | None:  # fmt: skip
+    settings = dataclasses.replace(SETTINGS, **asked)
+    machine = Machine(64 * GB, ram, 100 * GB, card._replace(free_bytes=free))
+    found = choose_block(subject(), extent, settings, machine, MEASURED, 2, streams)
+    if found is not None:  # as the engine places it
+        manifest, sizes = subject().manifest, found.sizes
+        assert manifest is not None and sizes.host_weights_bytes is not None
+        placed = place_on_card(manifest, sizes.weights_bytes, sizes.host_weights_bytes)
+        assert sizes.device_bytes + placed.device_bytes + found.workspace_bytes <= free
+        assert placed.host_bytes + sizes.host_bytes <= ram - ram // 10
+        assert bool(placed.streamed) == ("cross to the card" in found.why[1])
+        assert bool(placed.nvme) == ("from the disk" in found.why[1])
+        pages = found.streams * -(-(extent.prompt_tokens + extent.answer_tokens) // 16) * 32 * 2 * 1024 * 16 * 2
+        assert sizes.device_bytes + sizes.host_bytes >= pages
+    return found
+
+
+def on_card(*given: Any, **asked: Any) -> Block:
+    block = choose_on_card(*given, **asked)
+    assert block is not None
+    return block
+
+
+def test_a_block_on_a_card_that_has_all_weights() -> None:
+    block, alone = on_card(24 * GB), on_card(24 * GB, streams=1)
+    assert block.why[1] == "all weights are on the card" and block.sizes.host_bytes == 0
+    assert block.streams > 30 and block.tokens_per_s > 10 * alone.tokens_per_s
+    assert block.why[2] == "rates by the data sheet of rtx4090" and "the link to the card 0 s" in block.why[3]
+    assert on_card(24 * GB, extent=EXTENT._replace(requests=5)).streams <= 5
+
+
+def test_a_block_whose_weights_pass_through_a_card() -> None:
+    block, alone = on_card(4 * GB), on_card(4 * GB, streams=1)
+    assert block.streams > 8 and block.tokens_per_s > 4 * alone.tokens_per_s
+    assert alone.why[3].startswith("a step waits for the link to the card")
+    below = on_card(4 * GB, 2 * GB, streams=1)  # not even CPU memory has what the card has no room for
+    assert "from the disk" in below.why[1] and below.why[3].startswith("a step waits for the disk")
+    assert below.tokens_per_s < alone.tokens_per_s
+
+
+def test_pages_leave_the_card_where_weights_gain_by_it() -> None:
+    long = Extent(1000, 3000, 500, 4000)
+    block = on_card(3 * GB, extent=long, streams=6)
+    here = choose_on_card(3 * GB, extent=long, streams=6, host_mem=0)
+    assert block.sizes.host_bytes > 0 and "of pages are read in CPU memory" in block.why[1]
+    assert here is None or here.tokens_per_s < block.tokens_per_s
+
+
+@pytest.mark.long
+def test_no_other_number_of_streams_is_better_on_a_card() -> None:
+    best = on_card(4 * GB).tokens_per_s
+    for streams in (1, 3, 8, 20, 48, 100):
+        other = choose_on_card(4 * GB, streams=streams)
+        assert other is None or other.tokens_per_s <= 1.05 * best, streams
+
+
+def test_sizes_on_a_card_that_were_asked_for_are_taken() -> None:
+    block = on_card(8 * GB, device_mem=2 * GB, host_mem=0, weights_mem=2 * GB, host_weights_mem=3 * GB)
+    sizes = block.sizes
+    assert (sizes.device_bytes, sizes.host_bytes, sizes.weights_bytes) == (2 * GB, 0, 2 * GB)
+    assert sizes.host_weights_bytes == 3 * GB
+    assert choose_on_card(3 * GB, device_mem=2 * GB, weights_mem=2 * GB) is None
+    assert choose_on_card(GB // 4) is None
+
+
+def test_a_card_that_nobody_knows_is_timed_as_one_like_it() -> None:
+    block = on_card(24 * GB, card=CARD._replace(name="a card", total_bytes=CARDS["a100"].memory_bytes))
+    assert block.why[2] == "rates by the data sheet of a100"
 
 
 def test_streamed_weights_are_shared_by_many() -> None:

@@ -9,22 +9,27 @@ import msgspec
 import pytest
 
 from tests.daemon.plan.decoders import allocated_bytes
+from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.config import load
 from tierd.daemon.errors import ModelNotFound
 from tierd.daemon.machine import Machine, auto_weights
 from tierd.daemon.models.catalog import load_manifest
-from tierd.daemon.plan.auto import LEAST_ARENA_BYTES
+from tierd.daemon.plan import draft as plan_draft
+from tierd.daemon.plan.auto import LEAST_ARENA_BYTES, choose_sizes
 from tierd.daemon.plan.draft import (
     KV_FORMAT,
     MAX_SEATS,
     SEAT_TOKENS,
     Draft,
+    card_draft_bytes,
+    choose_card_draft,
     choose_draft,
     draft_bytes,
     max_rows,
     seats,
     wanted,
 )
+from tierd.daemon.plan.known import known_shape
 from tierd.kernels.layout import PageLayout
 
 
@@ -75,5 +80,45 @@ def test_none_beside_itself_and_none_where_weights_lack_its_memory(models_dir: P
     assert choose(most_bytes + 1).model  # layers are read from the disk without it, too
     for weights_bytes in (most_bytes - found.total_bytes + 1, most_bytes):
         off = choose(weights_bytes)
-        assert off.model is None and off.total_bytes == 0 and "smollm2-135m, which takes" in off.off_reason
+        assert off.model is None and off.ram_bytes == 0 and "smollm2-135m, which takes" in off.off_reason
         assert choose(weights_bytes, weights_mem=most_bytes).model  # asked for
+
+
+GB = 10**9
+
+
+def test_on_a_card_or_beside_it(models_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"models_dir": str(models_dir), "draft": "smollm2:135m"}
+    settings = load(flags, {"TIERD_RUNTIME_DIR": str(tmp_path), "TIERD_CONFIG": ""}).settings
+    spec = known_shape("llama-3-8b").spec
+    assert spec is not None
+
+    def choose(weights_bytes: int, ram_bytes: int = 64 * GB, name: str = "large", **changes: int) -> Draft:
+        asked = dataclasses.replace(settings, **changes)
+        machine = Machine(ram_bytes, ram_bytes, 0, CardMemory("a card", 24 * GB, 24 * GB))
+
+        def sizes(left: Machine) -> object:
+            return choose_sizes(asked, left, spec, weights_bytes, 2048, 2, weights_bytes)
+
+        return choose_card_draft(asked, models_dir / name, weights_bytes, machine, 2, sizes)
+
+    here = choose(5 * GB)
+    taken = card_draft_bytes(load_manifest(models_dir / "smollm2-135m"), settings.max_streams)
+    assert here.on_card and not here.why and here.ram_bytes == 0 and here.card_bytes == taken.total > 80_000_000
+    assert choose(5 * GB, name="smollm2-135m") == Draft()  # not for itself
+    machine = Machine(8 * GB, 8 * GB, 0, CardMemory("a card", 24 * GB, 24 * GB))
+    whole = choose_sizes(settings, machine, spec, 5 * GB, 2048, 2, 5 * GB)
+    most = whole.card_usable_bytes - whole.card_workspace_bytes - LEAST_ARENA_BYTES
+    for weights_bytes in (most - taken.total + GB // 100, most):  # all of them would stay but for it
+        beside = choose(weights_bytes)
+        assert beside.model and not beside.on_card and "is computed by the processors: of the card" in beside.why
+        assert beside.card_bytes == 0 and beside.ram_bytes == beside.model.total_bytes
+    assert choose(most - taken.total - GB // 100).on_card
+    assert choose(most, weights_mem=most // 2).on_card  # layers are streamed as somebody asked
+    assert choose(40 * GB).on_card  # they come over the link in any case
+    assert choose(40 * GB, 8 * GB).ram_bytes  # and these from the disk
+    none = choose(most, GB // 10)
+    assert none.model is None and none.off_reason.endswith("that smollm2-135m takes there")
+    monkeypatch.setattr(plan_draft, "refused_by_card", lambda _spec: "its heads are odd")
+    odd = choose(5 * GB)
+    assert odd.model and not odd.on_card and odd.why.endswith("the card's kernels do not take it")

@@ -43,5 +43,5 @@ def test_the_parts_that_are_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_all_parts(tmp_path: Path) -> None:
-    parts = {"rates", "kernels", "attention", "matmul", "mixture", "copies", "trips", "weights", "model"}
+    parts = {"rates", "kernels", "attention", "matmul", "mixture", "experts", "copies", "trips", "weights", "model"}
     assert dry(tmp_path) == parts

@@ -123,12 +123,9 @@ class Disturbance:
     Whoever reads a destination before the completion, or lets go of a source too early, then sees wrong bytes at once.
     """
 
-    def __init__(
-        self, seed: int, max_delay_s: float = 0.002, fill: Callable[[Row, int], None] = fill_on_host
-    ) -> None:
+    def __init__(self, seed: int, max_delay_s: float = 0.002, fill: Callable[[Row, int], None] = fill_on_host) -> None:
         self._random = random.Random(seed)
-        self._max_delay_s = max_delay_s
-        self._fill = fill
+        self._max_delay_s, self._fill = max_delay_s, fill
         self._lock = threading.Lock()
 
     def __call__(self, job: Job) -> None:
@@ -289,6 +286,11 @@ class Mover:
             for link in late:
                 self._meters[link].hold_up(self._clock() - start_s)
             return in_time
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Waits until an awaited job can be submitted; False if none can in time. From the thread of `wait_for`."""
+        with self._lock:
+            return self._arrived.wait_for(lambda: self._awaited < self._capacity, min(timeout_s, threading.TIMEOUT_MAX))
 
     def idle(self) -> AbstractContextManager[None]:
         """While the submitter has nothing to compute: counted for each link that moves what is needed at once."""

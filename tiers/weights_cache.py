@@ -19,8 +19,6 @@ from tierd.tiers.mover import JobClass
 from tierd.tiers.weights_fetches import Fetches
 from tierd.tiers.weights_policy import ExpertPolicy
 
-_QUEUE_WAIT_S = 0.001  # until a queue that was full is asked again
-
 
 class CacheStats(NamedTuple):
     """What has been asked of a cache."""
@@ -222,9 +220,8 @@ class ExpertCache:
         for guess in [one for one in self._guessed if one in self._places and not self._is_there(one)]:
             self.forget(guess)
         busy = next((place for place in self._coming if self._fetches.is_busy(place)), None)
-        if busy is None and self._clock() >= deadline_s:
-            raise self._fetches.losing(expert, f"the queue of {self._fetches.source} is full")
         if busy is None:
-            time.sleep(_QUEUE_WAIT_S)
+            if not self._fetches.wait_for_room(deadline_s - self._clock()):
+                raise self._fetches.losing(expert, f"the queue of {self._fetches.source} is full")
         elif not self._fetches.wait_until_free(busy, deadline_s):
             raise self._fetches.losing(expert, f"{self._fetches.source} does not answer")

@@ -46,6 +46,10 @@ class Fetches(Protocol):
         """Whether nothing is on its way into a place any more, in time."""
         ...
 
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Whether `start` can have an expert on its way, as far as queues go, in time."""
+        ...
+
     def is_busy(self, place: int) -> bool:
         """Whether something is on its way into a place."""
         ...
@@ -85,7 +89,7 @@ class DiskFetches:
             raise ValueError(f"{places} slots for {len(pieces)} experts")
         self.pieces = tuple(pieces)
         self._reads = PieceReads(file, mover, clock)
-        self._clock = clock
+        self._mover, self._clock = mover, clock
         slot_bytes = max(piece.slot_bytes for piece in pieces)
         memory = huge_block(places * slot_bytes)
         self._slots = [Slot(memory[n * slot_bytes : (n + 1) * slot_bytes]) for n in range(places)]
@@ -122,6 +126,10 @@ class DiskFetches:
     def wait_until_free(self, place: int, deadline_s: float) -> bool:
         """See `Fetches`."""
         return self._reads.wait_until_free(self._slots[place], deadline_s)
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """See `Fetches`."""
+        return self._mover.wait_for_room(timeout_s)
 
     def is_busy(self, place: int) -> bool:
         """See `Fetches`."""

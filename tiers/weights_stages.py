@@ -9,7 +9,6 @@ behind all that read the expert before: so a place is free as soon as nobody wan
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,8 +19,6 @@ from tierd.tiers.store_io import Bytes
 from tierd.tiers.weights_device import CLOSE_WAIT_S, DeviceSlot, Record, SlotCopies
 from tierd.tiers.weights_file import WeightFile
 from tierd.tiers.weights_read import Piece, PieceReads, ReadStats, Slot
-
-_QUEUE_WAIT_S = 0.001  # until a queue that was full is asked again
 
 
 class LayOut(Protocol):
@@ -158,14 +155,15 @@ class CardFetches:
         self.poll()
         while (way := self._ways.get(place)) is not None:
             jobs, left_s = self._jobs_of(way), deadline_s - self._clock()
-            if jobs and not self._mover.wait_for(jobs, max(left_s, 0.0)):
+            done = self._mover.wait_for(jobs, max(left_s, 0.0)) if jobs else self._mover.wait_for_room(left_s)
+            if not done:
                 return False
-            if not jobs:
-                if left_s <= 0:
-                    return False
-                time.sleep(_QUEUE_WAIT_S)
             self.poll()
         return True
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """See `Fetches`."""
+        return self._mover.wait_for_room(timeout_s)
 
     def is_busy(self, place: int) -> bool:
         """See `Fetches`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from tierd.kernels.cpu.step import Angles, CpuDecoder
 from tierd.kernels.cpu.weights import DecoderShape, ExpertsShape, ExpertWeights, LayerWeights, padded_vector
 from tierd.kernels.layout import PageLayout
 from tierd.kernels.packing import ROUNDED_FORMATS, KQuants, PackedMatrix, WeightFormat, pack, pack_k
+
+if TYPE_CHECKING:
+    from tierd.kernels.gpu.decoder import GpuDecoder
 
 CONTEXT = 160
 
@@ -178,9 +182,10 @@ def addresses(arena: NDArray[np.uint8], slots: NDArray[np.integer]) -> NDArray[n
 
 
 def forward(
-    decoder: CpuDecoder, arena: NDArray[np.uint8], inputs: Inputs, between: Callable[[], None] | None = None
-) -> NDArray[np.float32]:
-    """`CpuDecoder.forward` with all pages in one arena."""
+    decoder: CpuDecoder | GpuDecoder, arena: NDArray[np.uint8], inputs: Inputs,
+    between: Callable[[], None] | None = None,
+) -> NDArray[np.float32]:  # fmt: skip
+    """`forward` of a decoder with all pages in one arena."""
     rest = {name: array for name, array in inputs.items() if name != "page_table"}
     return decoder.forward([arena], pages=addresses(arena, inputs["page_table"]), **rest, between=between)
 

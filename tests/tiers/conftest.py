@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,20 @@ def store(ram_path: Path) -> Iterator[Store]:
     """A small store that must be in order when the test ends, unless it is off."""
     with open_store(ram_path / "kv") as opened:
         yield opened
+
+
+@pytest.fixture
+def rigs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes what the test's module calls a `Rig`, in a directory; all of them are closed when the test ends."""
+    made: list[Any] = []
+
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(request.module.Rig(tmp_path, *args, **options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
 
 
 @pytest.fixture

@@ -261,3 +261,13 @@ class AmnesicIO(HookedIO):
         for path in self._created:
             if os.path.exists(path):
                 os.unlink(path)
+
+
+def flip(path: Path, *offsets: int) -> None:
+    """A bit of the byte at each of these offsets; called again it is as before."""
+    with path.open("r+b") as file:
+        for offset in offsets:
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 4]))

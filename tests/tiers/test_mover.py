@@ -108,6 +108,18 @@ def test_the_queues_are_bounded() -> None:
     mover.close()
 
 
+def test_room_for_an_awaited_job_comes_with_the_end_of_another() -> None:
+    mover, gate = Mover(1, capacity=2), threading.Event()
+    awaited = [Job(lambda: gate.wait(WAIT_S), Link.HOST_TO_DEVICE, 0, awaited=True) for _ in range(3)]
+    assert mover.wait_for_room(0.0)
+    assert [mover.submit(one, JobClass.NOW) for one in awaited] == [True, True, False]
+    assert not mover.wait_for_room(0.01) and not mover.wait_for_room(-1.0)
+    threading.Timer(0.05, gate.set).start()
+    assert mover.wait_for_room(WAIT_S) and mover.submit(awaited[2], JobClass.NOW)
+    assert mover.wait_for(awaited, WAIT_S)
+    mover.close()
+
+
 def test_close_fails_what_did_not_run_and_joins() -> None:
     mover, gate = Mover(1), threading.Event()
     mover.submit(job(lambda: gate.wait(WAIT_S)), JobClass.NOW)

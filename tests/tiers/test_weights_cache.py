@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
-from tests.tiers.faults import GatedDisk
+from tests.tiers.faults import GatedDisk, flip
 from tierd.tiers import weights_read
 from tierd.tiers.errors import WeightsLost
-from tierd.tiers.mover import Disturbance, Mover
+from tierd.tiers.links import Link
+from tierd.tiers.mover import Disturbance, Job, JobClass, Mover
 from tierd.tiers.weights_cache import ExpertCache
 from tierd.tiers.weights_fetches import DiskFetches
 from tierd.tiers.weights_file import Span, WeightFile
@@ -81,19 +81,6 @@ class Rig:
         assert self.cache.close()
         self.mover.close()
         self.file.close()
-
-
-@pytest.fixture
-def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(*args: Any, **options: Any) -> Rig:
-        made.append(Rig(tmp_path, *args, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, COUNT])
@@ -197,11 +184,25 @@ def test_a_guess_that_fails_is_read_again_when_it_is_needed(rigs: Callable[..., 
     assert rig.reads().count(9) == 3
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_queue_that_is_full_is_waited_for(rigs: Callable[..., Rig], ends: bool) -> None:
+    rig, gate = rigs(mover=Mover(1, disk_threads=3, capacity=1)), threading.Event()
+    other = Job(lambda: gate.wait(SOON_S), Link.DISK_READ, 0, awaited=True)
+    assert rig.mover.submit(other, JobClass.NOW)
+    rig.cache.begin(1)
+    if ends:
+        threading.Timer(0.05, gate.set).start()
+        assert sorted(sum(rig.bring(1, 2), [])) == [1, 2]
+    else:
+        with pytest.raises(WeightsLost, match="expert 1: the queue of the disk is full"):
+            rig.bring(1, within_s=0.05)
+    gate.set()
+    assert rig.mover.wait_for([other], SOON_S)
+
+
 def test_flipped_bytes_are_named(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
-    with rig.path.open("r+b") as file:
-        file.seek(5 * BYTES + 77)
-        file.write(bytes([rig.data[5 * BYTES + 77] ^ 1]))
+    flip(rig.path, 5 * BYTES + 77)
     rig.cache.begin(1)
     with pytest.raises(WeightsLost, match="expert 5: the bytes on the disk are not those of the import"):
         rig.bring(5)

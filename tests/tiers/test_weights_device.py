@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +87,7 @@ class Rig:
         self.mover.close()
         self.file.close()
         self.block.close()
-
-
-@pytest.fixture
-def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(*args: Any, **options: Any) -> Rig:
-        made.append(Rig(tmp_path, *args, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
-        assert rig.wrong == []
+        assert self.wrong == []
 
 
 @pytest.mark.parametrize("seed", range(counted(40, 6)))

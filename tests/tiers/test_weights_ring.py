@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.tiers.faults import GatedDisk
+from tests.tiers.faults import GatedDisk, flip
 from tests.tiers.stand_ins import ManualMover
 from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import Disturbance, Mover
@@ -67,19 +67,6 @@ class Rig:
         assert self.ring.close()
         self.mover.close()
         self.file.close()
-
-
-@pytest.fixture
-def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(*args: Any, **options: Any) -> Rig:
-        made.append(Rig(tmp_path, *args, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, COUNT])
@@ -204,9 +191,7 @@ def test_what_failed_while_it_was_read_ahead_is_read_again(rigs: Callable[..., R
 
 def test_a_flipped_byte_is_named_and_never_used(rigs: Callable[..., Rig]) -> None:
     rig = rigs(3)
-    with rig.path.open("r+b") as file:
-        file.seek(4 * PIECE_BYTES + 8192)
-        file.write(bytes([rig.data[4 * PIECE_BYTES + 8192] ^ 1]))
+    flip(rig.path, 4 * PIECE_BYTES + 8192)
     for number in range(4):
         rig.take(number)
     with pytest.raises(WeightsLost, match="weights piece 4: the bytes on the disk are not those of the import"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.tiers.faults import HookedIO
+from tests.tiers.faults import HookedIO, flip
 from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import Mover
 from tierd.tiers.weights_file import WeightFile
@@ -88,9 +88,7 @@ def test_a_read_that_fails_once_is_tried_again(rig: Rig) -> None:
 
 def test_a_flipped_byte_is_found_where_it_is_needed(rig: Rig) -> None:
     offset, size = SECTIONS[1]
-    with rig.path.open("r+b") as file:
-        file.seek(offset + 7 * size)
-        file.write(bytes([rig.panel(1, 7)[0] ^ 1]))
+    flip(rig.path, offset + 7 * size)
     rig.gather(6, 8)
     with pytest.raises(WeightsLost, match="embed: the bytes on the disk are not those of the import"):
         rig.gather(6, 7)

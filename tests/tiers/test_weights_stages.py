@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import xxhash
 
 from tests.counts import counted
 from tests.tiers.fake_gpu import FakeGpu, bytes_at
-from tests.tiers.faults import GatedDisk
+from tests.tiers.faults import GatedDisk, flip
 from tierd.tiers import weights_device
 from tierd.tiers.cuda_memory import DeviceBlock, pinned_array
 from tierd.tiers.errors import WeightsLost
 from tierd.tiers.gpu import DeviceRow
-from tierd.tiers.mover import Disturbance, Mover
+from tierd.tiers.links import Link
+from tierd.tiers.mover import Disturbance, Job, JobClass, Mover
 from tierd.tiers.weights_cache import ExpertCache
 from tierd.tiers.weights_device import Record, SlotCopies
 from tierd.tiers.weights_file import Span, WeightFile
@@ -122,20 +124,7 @@ class Rig:
         self.mover.close()
         self.file.close()
         self.block.close()
-
-
-@pytest.fixture
-def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(*args: Any, **options: Any) -> Rig:
-        made.append(Rig(tmp_path, *args, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
-        assert rig.wrong == []
+        assert self.wrong == []
 
 
 @pytest.mark.parametrize("seed", range(counted(60, 8)))
@@ -208,13 +197,27 @@ def test_a_guess_that_fails_is_fetched_when_it_is_needed(rigs: Callable[..., Rig
     assert rig.bring(3) == [[3]] and rig.cache.statistics().lost == 1
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_queue_that_is_full_is_waited_for(rigs: Callable[..., Rig], ends: bool) -> None:
+    rig, gate = rigs("hhdd"), threading.Event()
+    rig.mover._capacity = 1
+    other = Job(lambda: gate.wait(SOON_S), Link.DISK_WRITE, 0, awaited=True)
+    assert rig.mover.submit(other, JobClass.NOW)
+    if ends:
+        threading.Timer(0.05, gate.set).start()
+        assert sorted(sum(rig.bring(0, 2), [])) == [0, 2]
+    else:
+        with pytest.raises(WeightsLost, match="expert 0: it has not come in time"):
+            rig.bring(0, within_s=0.05)
+    gate.set()
+    assert rig.mover.wait_for([other], SOON_S)
+
+
 @pytest.mark.parametrize("flipped", [False, True])
 def test_what_the_disk_does_not_give_is_named(rigs: Callable[..., Rig], flipped: bool) -> None:
     rig = rigs("dddd")
     if flipped:
-        with rig.path.open("r+b") as file:
-            file.seek(2 * RECORD + 77)
-            file.write(bytes([rig.data[2 * RECORD // RECORD, 77] ^ 1]))
+        flip(rig.path, 2 * RECORD + 77)
     else:
         rig.disk.failing[2 * RECORD] = 2
     said = "the bytes on the disk are not those of the import" if flipped else "reading failed twice"

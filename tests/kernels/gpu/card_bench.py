@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +19,14 @@ from tierd.daemon.engine.batch import Batch
 from tierd.daemon.engine.model import rope
 from tierd.daemon.engine.model.card_memory import Card
 from tierd.daemon.engine.model.weights_card import CardWeights
+from tierd.daemon.engine.model.weights_status import NotMoved
 from tierd.daemon.engine.runner import Runner
 from tierd.daemon.models.catalog import load_manifest
 from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import place_on_card
 from tierd.kernels.gpu.decoder import GpuDecoder
 from tierd.kernels.layout import PageLayout
+from tierd.tiers.errors import WeightsLost
 from tierd.tiers.mover import Disturbance, Mover
 
 
@@ -78,6 +82,39 @@ class Bench:
                 np.array([0, 1], np.int32), rows,
             )  # fmt: skip
         )
+
+
+def move_while_something_fails(
+    bench: Bench, wanted: np.ndarray, chance: random.Random, target: Callable[[], int], most_left: int, most_steps: int
+) -> None:
+    """Weights go between places, to what `target` says, while calls of the card fail and it runs out of memory; passes
+    give the bits that are `wanted`, and nothing is left behind.
+
+    Fewer than `most_left` allocations until the card is full, fewer than `most_steps` steps of a move.
+    """
+    for _ in range(6):
+        if chance.random() < 0.5:
+            bench.memory.left = chance.randrange(most_left)
+        for method in ("copy", "synchronize", "register"):
+            bench.gpu.refusals[method] = chance.choice([0, 0, 1, 3])
+        try:
+            bench.weights.retarget(target())
+            for _ in range(chance.randrange(most_steps)):
+                if not bench.weights.settle():
+                    break
+        except (NotMoved, DoesNotFit):
+            pass
+        bench.memory.left = None
+        for _ in range(9):  # a pass that something fails in leaves the next one as it was
+            try:
+                found = bench.step(7, 0)
+                break
+            except WeightsLost:
+                pass
+        assert np.array_equal(found, wanted)
+        bench.gpu.refusals.clear()
+        gc.collect()
+        assert sum(bench.memory.live.values()) <= bench.weights.memory_bytes + 256 * len(bench.memory.live)
 
 
 def least_bytes(model: Path, **more: bool) -> int:

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.daemon.engine.live import Live
 from tests.daemon.engine.vocabularies import byte_level
 from tests.tiers.fake_gpu import FakeGpu
+from tierd.daemon.engine import assemble
 from tierd.daemon.engine.backend_cuda import CudaBackend
 from tierd.daemon.engine.model.card_memory import Card
 from tierd.daemon.engine.model.held import HeldWeights
 from tierd.daemon.engine.model.weights_card import CardWeights
+from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine_config import EngineConfig
 from tierd.daemon.models.catalog import Manifest
 from tierd.daemon.models.importer import import_model
@@ -149,3 +153,22 @@ def mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]
             experts = {f"mlp.experts.{n}.{name}": shape for n in range(count) for name, shape in dense.items()}
             return {"mlp.gate.weight": (count, WIDTH), **experts, **norms}
     return {f"mlp.{name}": shape for name, shape in dense.items()} | norms
+
+
+def live_on_card(
+    monkeypatch: pytest.MonkeyPatch, work: Path, model: Path, memory: Memory | None = None, gpu: FakeGpu | None = None,
+    processors: int = 0, **sizes: Any,
+) -> Live:  # fmt: skip
+    """A whole engine that computes on a `FakeCard`, which has this memory."""
+
+    def card(_threads: int, note: Callable[[str], None], *_: object) -> FakeCard:
+        return FakeCard(gpu or FakeGpu(3), note, memory, processors)
+
+    monkeypatch.setattr(assemble, "choose", card)
+    return Live(model, work, device=4, host=2, nvme=0, kv_format="bf16", max_batch_rows=8, max_streams=2, **sizes)
+
+
+def weights_of(running: Live) -> WeightsStatus:
+    """What an engine's weights say."""
+    found: WeightsStatus = running.engine.loop.call(running.engine.weights.statistics).result(10)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from collections.abc import Mapping
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 
 from tests.counts import counted
-from tests.kernels.gpu.card_bench import Bench, least_bytes
+from tests.kernels.gpu.card_bench import Bench, least_bytes, move_while_something_fails
 from tests.kernels.gpu.cards import prepared
+from tests.tiers.faults import flip
 from tierd.daemon.engine.model import card_records
 from tierd.daemon.engine.model.weights_status import NotMoved, WeightsStatus
 from tierd.daemon.models.catalog import WEIGHTS, load_manifest
-from tierd.daemon.models.placement import DoesNotFit
 from tierd.daemon.models.placement_card import CardPlacement, place_on_card, record_card_bytes
 from tierd.kernels.cpu.weights import Floats
 from tierd.tiers.errors import WeightsLost
@@ -242,18 +241,10 @@ def test_what_does_not_come_is_named_and_the_next_pass_is_right(way: str, tmp_pa
     with Bench(model, memory, host) as bench:
         wanted = bench.step(7, 0)
     records = [record for record in load_manifest(model).records if record.name.startswith("expert.1.")]
-
-    def flip() -> None:
-        with (model / WEIGHTS).open("r+b") as file:
-            for record in records:
-                file.seek(record.offset + record.bytes // 3)
-                byte = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte[0] ^ 4]))
-
+    in_each = [record.offset + record.bytes // 3 for record in records]  # whichever a token needs
     with Bench(model, memory, host) as bench:
         if way == "flip":
-            flip()
+            flip(model / WEIGHTS, *in_each)
         if way == "link":
             bench.gpu.refusals["copy"] = 50
         if way == "disk":
@@ -262,7 +253,7 @@ def test_what_does_not_come_is_named_and_the_next_pass_is_right(way: str, tmp_pa
             bench.step(7, 0)
         if way == "flip":
             assert "expert.1." in str(caught.value) and "not those of the import" in str(caught.value)
-            flip()
+            flip(model / WEIGHTS, *in_each)
         del caught
         bench.gpu.refusals.clear()
         bench.disk.failing.clear()
@@ -335,26 +326,7 @@ def test_whatever_fails_passes_keep_their_bits(tmp_path: Path, seed: int) -> Non
     least = least_bytes(model, embed_on_card=True)
     host = place_on_card(load_manifest(model), least, None, embed_on_card=True).host_bytes
     with Bench(model, most, chance.choice([None, host - 1]) if host else None, seed) as bench:
-        for _ in range(6):
-            if chance.random() < 0.5:
-                bench.memory.left = chance.randrange(12)
-            for method in ("copy", "synchronize", "register"):
-                bench.gpu.refusals[method] = chance.choice([0, 0, 1, 3])
-            try:
-                bench.weights.retarget(chance.choice([chance.randint(least - 1, most), most]))
-                for _ in range(chance.randrange(40)):
-                    if not bench.weights.settle():
-                        break
-            except (NotMoved, DoesNotFit):
-                pass
-            bench.memory.left = None
-            for _ in range(9):  # a pass that something fails in leaves the next one as it was
-                try:
-                    found = bench.step(7, 0)
-                    break
-                except WeightsLost:
-                    pass
-            assert np.array_equal(found, wanted)
-            bench.gpu.refusals.clear()
-            gc.collect()
-            assert sum(bench.memory.live.values()) <= bench.weights.memory_bytes + 256 * len(bench.memory.live)
+        def target() -> int:
+            return chance.choice([chance.randint(least - 1, most), most])
+
+        move_while_something_fails(bench, wanted, chance, target, most_left=12, most_steps=40)

@@ -27,7 +27,7 @@ def both(
     found = []
     for spans in passes:
         inputs = batch(sequences, spans)
-        found.append((decoders.forward(decoder, ours, inputs), expected(model, theirs, inputs)))  # type: ignore[arg-type]
+        found.append((decoders.forward(decoder, ours, inputs), expected(model, theirs, inputs)))
     return found
 
 
@@ -83,7 +83,7 @@ def test_packed_pages(page_format: str) -> None:
         rng = np.random.default_rng(0)
         sequences, slots = random_sequences(rng, [19], model.shape.vocab)
         arena, decoder = aligned_arena(tried, slots), on_card(tried)
-        passes = [decoders.forward(decoder, arena, batch(sequences, [span])) for span in ((0, 17), (17, 18))]  # type: ignore[arg-type]
+        passes = [decoders.forward(decoder, arena, batch(sequences, [span])) for span in ((0, 17), (17, 18))]
         found.append(np.concatenate(passes))
     assert 0 < np.abs(found[0] - found[1]).max() < bound * np.abs(found[1]).max()
 
@@ -99,10 +99,10 @@ def test_layer_by_layer_with_slices_of_pages_in_a_ring() -> None:
     decoder, rng = on_card(model), np.random.default_rng(0)
     sequences, slots = random_sequences(rng, [20], model.shape.vocab)
     arena = aligned_arena(model, slots)
-    decoders.forward(decoder, arena, batch(sequences, [(0, 19)]))  # type: ignore[arg-type]
+    decoders.forward(decoder, arena, batch(sequences, [(0, 19)]))
     before = arena.copy()
     inputs = batch(sequences, [(19, 20)])
-    whole = decoders.forward(decoder, arena, inputs)  # type: ignore[arg-type]
+    whole = decoders.forward(decoder, arena, inputs)
     size, table = model.layout.layer_bytes, inputs.pop("page_table")
     ring = aligned_arena(model, 1).reshape(-1)[: 2 * size].reshape(2, size)
     decoder.start(**inputs)
@@ -126,7 +126,7 @@ def test_hidden_states_are_what_the_head_takes() -> None:
     decoder, rng = on_card(model), np.random.default_rng(1)
     sequences, slots = random_sequences(rng, [5, 1], model.shape.vocab)
     arena = aligned_arena(model, slots)
-    logits = decoders.forward(decoder, arena, batch(sequences, [(0, 5), (0, 1)]))  # type: ignore[arg-type]
+    logits = decoders.forward(decoder, arena, batch(sequences, [(0, 5), (0, 1)]))
     rows = np.array([5, 0], np.int32)
     head = reference.weights(model.head).numpy()
     np.testing.assert_allclose(decoder.hidden(rows) @ head.T, logits[rows], rtol=1e-4, atol=1e-4)
@@ -140,7 +140,7 @@ def test_tokens_are_drawn_on_the_card() -> None:
     sequences, slots = random_sequences(rng, [3, 4], model.shape.vocab)
     arena = aligned_arena(model, slots)
     inputs = batch(sequences, [(0, 3), (0, 4)], every_row=False)
-    logits = decoders.forward(decoder, arena, inputs)  # type: ignore[arg-type]
+    logits = decoders.forward(decoder, arena, inputs)
     pages = decoders.addresses(arena, inputs.pop("page_table"))
     zeros, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
     draws = Draws(zeros, np.zeros(2, np.int32), ones, zeros, zeros)

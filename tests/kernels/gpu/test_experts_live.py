@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.daemon.engine.live import Live
-from tests.kernels.gpu.cards import FakeCard, Memory
+from tests.kernels.gpu.cards import Memory, live_on_card, weights_of
 from tests.kernels.gpu.test_cached_experts import model_of, placements
 from tests.tiers.fake_gpu import FakeGpu
-from tierd.daemon.engine import assemble
 from tierd.daemon.engine.model.misses import ComputeCost
-from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine.tend import resize
 from tierd.daemon.errors import OutOfSpace
 from tierd.daemon.models.catalog import load_manifest
@@ -27,23 +25,7 @@ ASKS = [{"tokens": [7, 9, 250], "max_tokens": 4}, {"tokens": [31, 4], "max_token
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Live]:
-    def make(
-        model: Path, memory: Memory | None = None, gpu: FakeGpu | None = None, processors: int = 0, **sizes: Any
-    ) -> Live:
-        def card(_threads: int, note: Callable[[str], None], *_: object) -> FakeCard:
-            return FakeCard(gpu or FakeGpu(3), note, memory, processors)
-
-        monkeypatch.setattr(assemble, "choose", card)
-        return Live(
-            model, tmp_path, device=4, host=2, nvme=0, kv_format="bf16", max_batch_rows=8, max_streams=2, **sizes
-        )
-
-    return make
-
-
-def status(running: Live) -> WeightsStatus:
-    found: WeightsStatus = running.engine.loop.call(running.engine.weights.statistics).result(10)
-    return found
+    return partial(live_on_card, monkeypatch, tmp_path)
 
 
 def answers(running: Live) -> list[list[int]]:
@@ -61,7 +43,7 @@ def test_every_placement_gives_the_same_tokens(family: str, live: Callable[..., 
     for memory, host in placements(model).values():
         with live(model, weights_bytes=memory, host_weights_bytes=host) as running:
             assert answers(running) == wanted
-            found = status(running)
+            found = weights_of(running)
             assert found.memory_bytes <= memory and found.lost == found.retries == 0 and 0 < found.hits <= found.uses
             assert found.device_bytes + found.host_bytes + found.nvme_bytes == load_manifest(model).bytes
             assert any("the card has places for" in note for note in running.engine.notes)
@@ -77,7 +59,7 @@ def test_a_resize_moves_places_while_an_answer_is_written(live: Callable[..., Li
             asyncio.run(resize(running.engine, {"weights_bytes": size}))
             tokens, end = running.collect(number)[number]
             assert end.ev == "done" and tokens[:4] == wanted[0] and answers(running) == wanted
-            assert running.engine.weights.streams == (size == some) and status(running).memory_bytes <= size
+            assert running.engine.weights.streams == (size == some) and weights_of(running).memory_bytes <= size
         memory.left = 4
         with pytest.raises(OutOfSpace, match="not all weights came to their places"):
             asyncio.run(resize(running.engine, {"weights_bytes": 1 << 30}))
@@ -104,9 +86,9 @@ def test_the_processors_compute_what_is_missing_unless_they_are_told_not_to(
     memory, _ = placements(model)["half in CPU memory"]
     with live(model, weights_bytes=memory, processors=2, missing_experts="fetch") as running:
         wanted = answers(running)
-        assert status(running).computed == 0
+        assert weights_of(running).computed == 0
     monkeypatch.setattr(ComputeCost, "of", lambda _self, rows: 1e-9 * rows)  # sooner than any link
     with live(model, weights_bytes=memory, processors=2) as running:
         assert answers(running) == wanted
-        found = status(running)
+        found = weights_of(running)
         assert 0 < found.computed <= found.uses - found.hits

@@ -81,13 +81,14 @@ def test_alone_and_in_company_a_row_has_the_same_bits(name: str, format: WeightF
     lengths = [3, 1, 2]
     sequences, slots = random_sequences(np.random.default_rng(2), lengths, model.shape.vocab)
     arena, decoder = aligned_arena(model, slots), on_card(model, HALF)
-    forward(decoder, arena, batch(sequences, [(0, length - 1) for length in lengths]))
+    decoders.forward(decoder, arena, batch(sequences, [(0, length - 1) for length in lengths]))
     before = arena.copy()
-    together = forward(decoder, arena, batch(sequences, [(length - 1, length) for length in lengths]))
+    together = decoders.forward(decoder, arena, batch(sequences, [(length - 1, length) for length in lengths]))
     for sequence, expected in zip(sequences, together, strict=True):
         arena[:] = before
         length = len(sequence.tokens)
-        np.testing.assert_array_equal(forward(decoder, arena, batch([sequence], [(length - 1, length)]))[0], expected)
+        found = decoders.forward(decoder, arena, batch([sequence], [(length - 1, length)]))[0]
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_decode_steps_are_captured() -> None:
@@ -97,10 +98,6 @@ def test_decode_steps_are_captured() -> None:
     for ours, theirs in both(model, decoder, spans, [7, 6]):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     assert decoder.graph_stats.captured == 1 and recorder.replays == 2
-
-
-def forward(decoder: GpuDecoder, arena: np.ndarray, inputs: decoders.Inputs) -> np.ndarray:
-    return decoders.forward(decoder, arena, inputs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "rows"), [("mixtral-8x7b", 1), ("qwen3-30b-a3b", 64), ("gpt-oss-20b", 576)])
@@ -114,7 +111,7 @@ def test_the_plan_counts_what_a_mixture_takes(name: str, rows: int) -> None:
     table = torch.empty((shape.count, COLUMNS), dtype=torch.int64, device="meta")
     sizes = (2 * shape.intermediate, spec.hidden), (spec.hidden, shape.intermediate)
     kinds = tuple(Kind(*size, WeightFormat.INT4_G32, HALF) for size in sizes)
-    plan = experts_plan(x, routing.result, table, kinds, shape)  # type: ignore[arg-type]
+    plan = experts_plan(x, routing.result, table, kinds, shape)
     taken = sum(buffer.nbytes for buffer in (*routing.buffers, *plan.buffers)) + table.nbytes * len(shape.layers)
     assert taken <= mixture_bytes(spec, spec.experts, rows) <= 1.5 * taken
 
@@ -141,12 +138,12 @@ class Source:
             yield Wave(placed, {expert: self.compute(layer, expert, rows_of(expert), wanted) for expert in mine})
 
     def place(self, layer: int, experts: Sequence[int]) -> None:
-        table = self.decoder._layers[layer].experts  # type: ignore[union-attr]
+        table = self.decoder._layers[layer].experts
         assert table is not None
         weights = self.model.layers[layer].experts
         dtype = self.decoder._dtype
         table.put(dict.fromkeys(range(len(weights))))
-        table.put({n: GpuExpert.load(weights[n], CPU, dtype) for n in experts})  # type: ignore[arg-type]
+        table.put({n: GpuExpert.load(weights[n], CPU, dtype) for n in experts})
 
     def compute(self, layer: int, expert: int, rows: np.ndarray, wanted: Mapping[int, int]) -> np.ndarray:
         weights = self.model.layers[layer].experts[expert]
@@ -168,7 +165,7 @@ def without_experts(model: TinyModel) -> TinyModel:
 
 def by_layers(model: TinyModel, decoder: GpuDecoder, source: Source, inputs: decoders.Inputs, arena: Any) -> np.ndarray:
     pages = addresses(arena, inputs["page_table"])
-    decoder.start(**{name: array for name, array in inputs.items() if name != "page_table"})  # type: ignore[arg-type]
+    decoder.start(**{name: array for name, array in inputs.items() if name != "page_table"})
     for layer in range(model.shape.num_layers):
         decoder.layer(layer, [arena], pages, experts=source)
     return decoder.finish()
@@ -180,7 +177,7 @@ def test_experts_that_come_bit_by_bit_give_the_same_bits(name: str, count: int) 
     model = model_of(name, format=WeightFormat.INT4_G32, page_format="fp16")
     sequences, slots = random_sequences(np.random.default_rng(3), [7], model.shape.vocab)
     arena, decoder = aligned_arena(model, slots), on_card(model, HALF)
-    wanted = [forward(decoder, arena, batch(sequences, [span])) for span in ((0, 6), (6, 7))]
+    wanted = [decoders.forward(decoder, arena, batch(sequences, [span])) for span in ((0, 6), (6, 7))]
     decoder, arena = on_card(without_experts(model), HALF), aligned_arena(model, slots)
     source = Source(model, decoder, count)
     assert decoder.streams
@@ -193,7 +190,7 @@ def test_rows_that_the_source_computes_are_added() -> None:
     model = model_of("gpt-oss")
     sequences, slots = random_sequences(np.random.default_rng(3), [7], model.shape.vocab)
     arena, decoder = aligned_arena(model, slots), on_card(model)
-    wanted = forward(decoder, arena, batch(sequences, [(0, 7)]))
+    wanted = decoders.forward(decoder, arena, batch(sequences, [(0, 7)]))
     decoder = on_card(without_experts(model))
     source = Source(model, decoder, 3, able=True)
     found = by_layers(model, decoder, source, batch(sequences, [(0, 7)]), arena)
@@ -237,6 +234,6 @@ def test_what_is_not_brought_is_missed() -> None:
     with pytest.raises(AssertionError, match="of layer 0 were not brought"):
         by_layers(model, decoder, Forgetful(model, decoder, 1), inputs, arena)
     with pytest.raises(ValueError, match="experts of layer 0 are not on the card: say who brings them"):
-        by_layers(model, decoder, None, inputs, arena)  # type: ignore[arg-type]
+        by_layers(model, decoder, None, inputs, arena)
     with pytest.raises(ValueError, match=r"layers \[0, 1\], or experts of them, are streamed"):
-        forward(decoder, arena, inputs)
+        decoders.forward(decoder, arena, inputs)

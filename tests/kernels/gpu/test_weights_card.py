@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ import pytest
 
 from tests.daemon.engine.live import Live
 from tests.kernels.gpu.card_bench import Bench, least_bytes
-from tests.kernels.gpu.cards import FakeCard, Memory, prepared
+from tests.kernels.gpu.cards import FakeCard, Memory, live_on_card, prepared, weights_of
 from tests.tiers.fake_gpu import FakeGpu
 from tierd.daemon.engine import assemble, backend_cuda
-from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine.tend import resize
 from tierd.daemon.errors import EngineFailed, OutOfSpace
 from tierd.daemon.models.catalog import load_manifest
@@ -50,18 +50,7 @@ def test_a_pass_has_the_bits_of_one_over_resident_weights(tmp_path: Path) -> Non
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Live]:
-    def make(model: Path, memory: Memory | None = None, **sizes: Any) -> Live:
-        monkeypatch.setattr(assemble, "choose", lambda _threads, note, *_: FakeCard(FakeGpu(3), note, memory))
-        return Live(
-            model, tmp_path, device=4, host=2, nvme=0, kv_format="bf16", max_batch_rows=8, max_streams=2, **sizes
-        )
-
-    return make
-
-
-def status(running: Live) -> WeightsStatus:
-    found: WeightsStatus = running.engine.loop.call(running.engine.weights.statistics).result(10)
-    return found
+    return partial(live_on_card, monkeypatch, tmp_path)
 
 
 def answers(running: Live) -> list[int]:
@@ -76,11 +65,11 @@ def test_streamed_layers_give_the_tokens_of_those_that_stay(live: Callable[..., 
     manifest, least = load_manifest(model), least_bytes(model)
     with live(model) as running:
         wanted = answers(running)
-        assert not running.engine.weights.streams and status(running).device_bytes == manifest.bytes
+        assert not running.engine.weights.streams and weights_of(running).device_bytes == manifest.bytes
     for host in (None, place_on_card(manifest, least, 1 << 30).host_bytes - 1):
         with live(model, weights_bytes=least, host_weights_bytes=host) as running:
             assert answers(running) == wanted
-            found = status(running)
+            found = weights_of(running)
             assert found.memory_bytes <= least and found.lost == found.retries == 0
             assert found.device_bytes + found.host_bytes + found.nvme_bytes == manifest.bytes
             assert found.copied_bytes > 0 and (found.read_bytes > 0) == (found.nvme_bytes > 0) == (host is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.counts import counted
-from tests.kernels.gpu.card_bench import Bench, least_bytes
+from tests.kernels.gpu.card_bench import Bench, least_bytes, move_while_something_fails
 from tests.kernels.gpu.cards import LAYERS, prepared
 from tierd.daemon.engine.model import card_records
 from tierd.daemon.engine.model.weights_status import NotMoved
@@ -148,26 +147,7 @@ def test_whatever_fails_passes_keep_their_bits(tmp_path: Path, seed: int) -> Non
     least = least_bytes(model, embed_on_card=True)
     host = place_on_card(load_manifest(model), least, None, embed_on_card=True).host_bytes
     with Bench(model, most, chance.choice([None, host - 1]), seed) as bench:
-        for _ in range(6):
-            if chance.random() < 0.5:
-                bench.memory.left = chance.randrange(5)
-            for method in ("copy", "synchronize", "register"):
-                bench.gpu.refusals[method] = chance.choice([0, 0, 1, 3])
-            try:
-                bench.weights.retarget(chance.randint(least - 1, most))
-                for _ in range(chance.randrange(5)):
-                    if not bench.weights.settle():
-                        break
-            except (NotMoved, DoesNotFit):
-                pass
-            bench.memory.left = None
-            for _ in range(9):  # a pass that something fails in leaves the next one as it was
-                try:
-                    found = bench.step(7, 0)
-                    break
-                except WeightsLost:
-                    pass
-            assert np.array_equal(found, wanted)
-            bench.gpu.refusals.clear()
-            gc.collect()
-            assert sum(bench.memory.live.values()) <= bench.weights.memory_bytes + 256 * len(bench.memory.live)
+        def target() -> int:
+            return chance.randint(least - 1, most)
+
+        move_while_something_fails(bench, wanted, chance, target, most_left=5, most_steps=5)

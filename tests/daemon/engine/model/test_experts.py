@@ -11,6 +11,7 @@ import pytest
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
 from tests.daemon.engine.model.test_weights import ASKS, ROWS, STREAMS, Faults, answers, least_bytes, live, status
+from tests.tiers.faults import flip
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS
 from tierd.daemon.models.catalog import WEIGHTS, load_manifest
 from tierd.daemon.models.placement import place
@@ -133,21 +134,14 @@ def test_a_flipped_byte_is_named(mixture: Path, tmp_path: Path) -> None:
     shutil.copytree(mixture, model)
     records = [record for record in load_manifest(model).records if record.name.startswith("expert.2.")]
 
-    def flip() -> None:
-        """In every expert of a layer: whichever a token needs."""
-        with (model / WEIGHTS).open("r+b") as file:
-            for record in records:
-                file.seek(record.offset + record.bytes // 3)
-                byte = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte[0] ^ 4]))
+    in_each = [record.offset + record.bytes // 3 for record in records]  # whichever a token needs
 
     with live(model, tmp_path / "work", None) as running:
         wanted = answers(running)
     with live(model, tmp_path / "work", least_bytes(model)) as running:
-        flip()
+        flip(model / WEIGHTS, *in_each)
         ((_, end),) = running.run(ASKS[:1])
         assert end.ev == "failed" and "weights expert.2." in end.data["message"]
         assert "the bytes on the disk are not" in end.data["message"]
-        flip()
+        flip(model / WEIGHTS, *in_each)
         assert answers(running) == wanted

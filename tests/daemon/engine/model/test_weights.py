@@ -14,6 +14,7 @@ import pytest
 
 from tests.daemon.engine.families import prepare, reference
 from tests.daemon.engine.live import Live
+from tests.tiers.faults import flip
 from tierd.daemon.engine import assemble
 from tierd.daemon.engine.model.weights_status import WeightsStatus
 from tierd.daemon.engine.scheduler import MIN_PREFILL_ROWS
@@ -191,21 +192,14 @@ def test_a_flipped_byte_is_named(tied: Path, tmp_path: Path) -> None:
     shutil.copytree(tied, model)
     record = next(record for record in load_manifest(model).records if record.name == "layer.3")
 
-    def flip() -> None:
-        with (model / WEIGHTS).open("r+b") as file:
-            file.seek(record.offset + record.bytes // 2)
-            byte = file.read(1)
-            file.seek(-1, 1)
-            file.write(bytes([byte[0] ^ 4]))
-
     with live(model, tmp_path / "work", least_bytes(model)) as running:
         wanted = answers(running)
-        flip()
+        flip(model / WEIGHTS, record.offset + record.bytes // 2)
         ((_, end),) = running.run(ASKS[:1])
         assert end.ev == "failed" and "weights layer.3: the bytes on the disk are not" in end.data["message"]
-        flip()
+        flip(model / WEIGHTS, record.offset + record.bytes // 2)
         assert answers(running) == wanted
-        flip()
+        flip(model / WEIGHTS, record.offset + record.bytes // 2)
         weights, loop = running.engine.weights, running.engine.loop
         loop.call(lambda: weights.retarget(load_manifest(model).bytes)).result(10)
         with pytest.raises(ModelInvalid, match=r"record layer\.3 isn't what was imported"):

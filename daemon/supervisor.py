@@ -328,6 +328,8 @@ class Supervisor:
         """Whether a model may be tried: the bound on engines allows it, and it was not found too large just now."""
         if self._max_loaded and len(self.engines) >= self._max_loaded:
             return False
+        if name in self._crowded and any(one.state is EngineState.STARTING for one in self.engines.values()):
+            return False  # newcomers that are all too large would else be tried again for each other's sake, for ever
         beside, until_s = self._crowded.get(name, (None, 0.0))
         return not self.engines or beside != self._beside(name) or time.monotonic() >= until_s
 

@@ -41,6 +41,32 @@ async def test_a_model_that_does_not_fit_beside_takes_the_place_of_the_least_rec
         assert not front.metrics.engine_deaths
 
 
+async def test_several_that_need_the_room_of_another_are_all_served(tmp_path, machine, monkeypatch):
+    names = ("alpha", "beta", "gamma", "delta")
+    for name in names:
+        make_model(tmp_path / "models", name, weights_bytes=6 * GB)
+    launched: list[str] = []
+    launch = supervisor.Supervisor._launch
+
+    def counted(self: supervisor.Supervisor, model: Model) -> None:
+        launched.append(model.name)
+        launch(self, model)
+
+    def probe() -> Machine:
+        time.sleep(0.05)  # a look at the machine takes a while: others are tried meanwhile
+        return machine
+
+    monkeypatch.setattr(supervisor.Supervisor, "_launch", counted)
+    async with roomy_front(tmp_path, probe) as front:
+        await front.service.load("alpha")
+        wires = [await front.connect() for _ in names[1:]]
+        for wire, name in zip(wires, names[1:], strict=True):
+            wire.generate(1, "x", model=name, max_tokens=2)
+        for wire in wires:
+            assert text(await wire.until_end(1))
+    assert set(launched) == set(names) and len(launched) < 40
+
+
 async def test_a_busy_engine_is_waited_for(tmp_path, machine):
     for name in ("alpha", "beta"):
         make_model(tmp_path / "models", name, weights_bytes=6 * GB, token_s=0.02)

@@ -36,7 +36,7 @@ class Books:
         yielded: those that have less on the device than is booked, and how much.
         auto_cap: of all arenas together, as the daemon chose it; `cap` with what was resized by hand.
         usable_bytes: of the memory that they share.
-        others_bytes: of a card, that other programs hold.
+        card_bytes: all that a card has; 0 without one.
     """
 
     settings: Settings
@@ -46,7 +46,7 @@ class Books:
     auto_cap: Arenas = Arenas(0, 0)
     cap: Arenas = Arenas(0, 0)
     usable_bytes: int = 0
-    others_bytes: int = 0
+    card_bytes: int = 0
 
     def keep(self, names: AbstractSet[str]) -> None:
         """Forget what all other engines had."""
@@ -58,6 +58,11 @@ class Books:
     def on_card(self) -> bool:
         """Whether the memory that is shared is a card's."""
         return any(one.apart for one in self.held.values())
+
+    @property
+    def others_bytes(self) -> int:
+        """Of a card, that other programs hold."""
+        return max(self.card_bytes - self.usable_bytes, 0)
 
     @property
     def least_device_bytes(self) -> int:
@@ -77,7 +82,7 @@ class Books:
         """What there is of a card now; it may have gone."""
         if card is not None:
             self.usable_bytes = self.of_card(card)
-            self.others_bytes = card.total_bytes - self.usable_bytes
+            self.card_bytes = card.total_bytes
 
     def arenas_beside(self, fixed_bytes: int) -> Arenas:
         """For the arenas of all together, beside weights and workspace of all and `fixed_bytes` more. On a card they

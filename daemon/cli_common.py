@@ -205,8 +205,8 @@ def written_today(writes: object) -> str:
 def weights_shown(weights: object) -> str:
     """`2.0 GB in memory, 5.1 GB on disk, read at 1.8 GB/s, 96% of its best`; `-` when nothing is known.
 
-    With a card `2.0 GB on the card, 9.6 GB in CPU memory, 4.0 GB of experts at a time, 88% were there when they were
-    needed`."""
+    With a card `2.0 GB on the card, 9.6 GB in CPU memory, 4.0 GB of experts at a time, 88% of what comes and
+    goes was there when it was needed`."""
     if not isinstance(weights, dict) or "device_bytes" not in weights:
         return "-"
     text = f"{human_bytes(weights['device_bytes'])} in memory"
@@ -218,7 +218,7 @@ def weights_shown(weights: object) -> str:
             share = f"{100 * weights['peak_share']:.0f}% of its best"
             text += f", read at {human_bytes(weights['bytes_per_s'])}/s, {share}"
     if weights.get("experts_bytes") and weights.get("uses"):
-        there = f"{100 * weights['hits'] / weights['uses']:.0f}% were there when they were needed"
+        there = f"{100 * weights['hits'] / weights['uses']:.0f}% of what comes and goes was there when it was needed"
         text += f", {human_bytes(weights['experts_bytes'])} of experts at a time, {there}"
         if weights.get("computed"):
             text += f", {weights['computed']:,} were computed by the processors"

@@ -92,7 +92,7 @@ def _on_card(settings: Settings, directory: Path, manifest: Manifest, machine: M
     def choose(machine: Machine) -> Chosen:
         return choose_sizes(settings, machine, manifest.spec, manifest.bytes, manifest.context, threads, on_card)
 
-    draft = choose_card_draft(settings, directory, on_card, machine, threads, choose)
+    draft = choose_card_draft(settings, directory, manifest, machine, threads, choose)
     beside = draft.beside(machine)
     found = choose(beside)
     assert machine.card is not None and beside.card is not None

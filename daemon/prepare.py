@@ -248,7 +248,7 @@ class Preparer:
         """The sizes of the only engine; what somebody once gave it by hand where that fits."""
         usable, books = min(machine.available_ram, machine.total_ram), self.books
         books.usable_bytes = need.card_bytes or usable - usable // 10
-        books.others_bytes = 0 if machine.card is None else machine.card.total_bytes - machine.card.free_bytes
+        books.card_bytes = 0 if machine.card is None else machine.card.total_bytes
         books.auto_cap = _arenas(need.sizes)
         wished = need.sizes._replace(**wish)
         fits = need.held(wished).total <= max(books.usable_bytes, need.held(need.sizes).total)

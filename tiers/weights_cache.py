@@ -53,6 +53,8 @@ class ExpertCache:
         overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if places < 1:
+            raise ValueError(f"{places} places for {experts} experts")
         self._fetches = fetches
         self._overlap = overlap
         self._clock = clock

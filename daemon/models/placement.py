@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry
 from tierd.daemon.models.records import EXPERT_PREFIX
+from tierd.daemon.models.spec import ExpertsSpec
 
 ALIGN_BYTES = 4096  # what O_DIRECT reads
 MAX_SLOTS = 3  # one is computed on while two are read: the disk never waits for a check or a late thread
@@ -188,7 +189,12 @@ def least_expert_slots(manifest: Manifest) -> tuple[int, int]:
     if experts is None:
         return 0, 0
     largest = max(record.bytes for record in manifest.records if record.name.startswith(EXPERT_PREFIX))
-    return min(max(MIN_EXPERT_SLOTS, 2 * experts.used), experts.total), largest
+    return least_slots(experts), largest
+
+
+def least_slots(experts: ExpertsSpec) -> int:
+    """The least slots that experts need."""
+    return min(max(MIN_EXPERT_SLOTS, 2 * experts.used), experts.total)
 
 
 def _with_experts(manifest: Manifest, found: Placement, memory_bytes: int) -> Placement:

@@ -199,18 +199,23 @@ def _card_block_with(
     task = _card_task(subject, extent, settings, card, measured, sizes, streams, rows)
     files = {record.name: record.bytes for record in manifest.records}
     layers_bytes = sum(size for name, size in files.items() if name.startswith(("layer.", EXPERT_PREFIX)))
+    # A block goes through nearly all experts in each step, of which a part has places at that time.
+    missing = 1.0 - placed.expert_slots / spec.experts.total if spec.experts and placed.expert_slots else 0.0
+    crossing = dict.fromkeys(placed.streamed, 1.0) | {
+        name: missing for name in (placed.host | placed.nvme) if name.startswith(EXPERT_PREFIX)
+    }
     work = planner.work_of(task, task.formats[0], streams)._replace(
-        weights_bytes=layers_bytes, step_bytes=layers_bytes, layers=max(len(placed.streamed), 1)
+        weights_bytes=layers_bytes, step_bytes=layers_bytes, layers=max(len(crossing), 1)
     )
     if work.kv_bytes > sizes.device_bytes + sizes.host_bytes:
         return None
-    disk = sum(files[name] for name in placed.nvme) / layers_bytes
-    host = sum(files[name] for name in placed.streamed) / layers_bytes - disk
+    disk = sum(part * files[name] for name, part in crossing.items() if name in placed.nvme) / layers_bytes
+    host = sum(part * files[name] for name, part in crossing.items()) / layers_bytes - disk
     on_card = min(sizes.device_bytes / max(work.kv_bytes, 1), 1.0)
     at = Placement(1.0 - host - disk, host, disk, on_card, 1.0 - on_card, 0.0)
     what = "all weights are on the card"
-    if placed.streamed:
-        what = f"{human_bytes(placed.streamed_bytes)} of weights cross to the card in every step"
+    if crossing:
+        what = f"{human_bytes((host + disk) * layers_bytes)} of weights cross to the card in every step"
         what += f", {human_bytes(disk * layers_bytes)} of them from the disk" if placed.nvme else ""
     if on_card < 1.0:
         what += f"; {human_bytes((1.0 - on_card) * work.kv_bytes)} of pages are read in CPU memory"

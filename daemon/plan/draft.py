@@ -17,7 +17,8 @@ from tierd.daemon.config import Settings
 from tierd.daemon.errors import BadConfig, ModelNotFound
 from tierd.daemon.machine import Machine, auto_weights
 from tierd.daemon.models.catalog import Manifest, find
-from tierd.daemon.models.placement_card import record_card_bytes, refused_by_card
+from tierd.daemon.models.placement import DoesNotFit
+from tierd.daemon.models.placement_card import place_on_card, record_card_bytes, refused_by_card
 from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan.auto import LEAST_ARENA_BYTES, Chosen
 from tierd.daemon.plan.auto_card import workspace_bytes as card_workspace_bytes
@@ -109,7 +110,7 @@ def choose_draft(
 
 
 def choose_card_draft(
-    settings: Settings, directory: Path, weights_bytes: int, computer: Machine, threads: int,
+    settings: Settings, directory: Path, manifest: Manifest, computer: Machine, threads: int,
     choose: Callable[[Machine], Chosen],
 ) -> Draft:  # fmt: skip
     """The draft model beside a model that `computer`'s card computes. Raises as `wanted`.
@@ -119,11 +120,12 @@ def choose_card_draft(
     so many bytes more in every step are sooner over the link than several guesses are made. Elsewhere the processors
     compute it, unless a layer would be read from the disk for lack of its memory.
 
-    `weights_bytes`: of the model on the card; `choose`: the sizes of its engine on what the draft leaves.
+    `directory`, `manifest`: of the model; `choose`: the sizes of its engine on what the draft leaves.
     """
     found = wanted(settings, threads)
     if found is None or found.directory == directory:
         return Draft()
+    weights_bytes = sum(map(record_card_bytes, manifest.records))
     kept = weights_bytes if settings.weights_mem is None else min(settings.weights_mem, weights_bytes)
 
     def all_stay(chosen: Chosen) -> bool:
@@ -131,12 +133,16 @@ def choose_card_draft(
         return chosen.sizes.weights_bytes >= kept and needed <= chosen.card_usable_bytes
 
     def reads_disk(chosen: Chosen) -> bool:
-        return weights_bytes - chosen.sizes.weights_bytes > (chosen.sizes.host_weights_bytes or 0)
+        try:
+            placed = place_on_card(manifest, chosen.sizes.weights_bytes, chosen.sizes.host_weights_bytes)
+        except DoesNotFit:
+            return True
+        return bool(placed.nvme)
 
     alone, there = choose(computer), Draft(found, on_card=True)
-    few = found.card_bytes <= MOST_SHARE * alone.sizes.weights_bytes
-    displaces = not all_stay(alone) and few and not reads_disk(choose(there.beside(computer)))
-    if found.card_bytes and (all_stay(choose(there.beside(computer))) or displaces):
+    few, beside = found.card_bytes <= MOST_SHARE * alone.sizes.weights_bytes, choose(there.beside(computer))
+    displaces = not all_stay(alone) and few and not reads_disk(beside)
+    if found.card_bytes and (all_stay(beside) or displaces):
         return there
     why = "the card's kernels do not take it"
     if found.card_bytes:

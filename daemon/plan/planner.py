@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tierd.daemon.models.placement import MIN_EXPERT_SLOTS
 from tierd.daemon.models.placement import Placement as PlacedWeights
+from tierd.daemon.models.placement import least_slots
 from tierd.daemon.models.placement_card import expert_stages
 from tierd.daemon.plan import kv
 from tierd.daemon.plan.cost import Machine, Placement, Seconds, Use, Work, seconds, use
@@ -217,14 +217,13 @@ def experts_work(task: Task, format: Format, work: Work, streams: int) -> Work |
     spec, sizes = task.shape.spec, format.bytes
     if task.machine.unified or spec is None or spec.experts is None or not sizes.experts:
         return None
-    least = min(max(MIN_EXPERT_SLOTS, 2 * spec.experts.used), spec.experts.total)
     return work._replace(
         fixed_bytes=work.fixed_bytes + work.weights_bytes - sizes.experts,
         slots_bytes=expert_stages(spec.experts.used) * sizes.expert,
         weights_bytes=sizes.experts,
         step_bytes=sizes.experts * experts_share(task.shape, streams),
         layers=spec.experts.total,
-        least_device=least / spec.experts.total,
+        least_device=least_slots(spec.experts) / spec.experts.total,
         mirrored=True,
     )
 

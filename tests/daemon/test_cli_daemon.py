@@ -82,8 +82,8 @@ def test_status_tells_where_weights_lie(cli: Cli) -> None:
             (weights, "2.0 GB in memory"),
             (streamed | {"bytes_per_s": 0.0}, "2.0 GB in memory, 5.0 GB on disk"),
             (streamed, "2.0 GB in memory, 5.0 GB on disk, read at 1.8 GB/s, 96% of its best"),
-            (experts, "2.0 GB on the card, 9.0 GB in CPU memory, 4.0 GB of experts at a time, 75% were there when they "
-             "were needed, 1,200 were computed by the processors"),
+            (experts, "2.0 GB on the card, 9.0 GB in CPU memory, 4.0 GB of experts at a time, 75% of what comes and "
+             "goes was there when it was needed, 1,200 were computed by the processors"),
         ):
             engine = {"model": "alpha", "state": "ready", "tiers": {"host": None}, "weights": given}
             front.answers["status"] = {**STATUS, "engines": [engine]}

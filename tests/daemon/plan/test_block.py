@@ -120,6 +120,26 @@ def test_pages_leave_the_card_where_weights_gain_by_it() -> None:
     assert here is None or here.tokens_per_s < block.tokens_per_s
 
 
+def test_a_block_of_a_mixture_waits_for_the_experts_that_have_no_place() -> None:
+    mixture = subject("mixtral-8x7b")
+    assert mixture.shape.spec is not None and mixture.shape.spec.experts is not None
+
+    def block_on(card: int, ram: int) -> Block:
+        machine = Machine(64 * GB, ram, 100 * GB, CARD._replace(total_bytes=card, free_bytes=card))
+        found = choose_block(mixture, EXTENT, SETTINGS, machine, MEASURED, 2, 16)
+        assert found is not None
+        return found
+
+    memories = ((48, 64), (24, 64), (12, 64), (24, 16))  # of the card, of the computer
+    whole, some, few, disk = [block_on(card * GB, ram * GB) for card, ram in memories]
+    assert whole.why[1] == "all weights are on the card" and "the link to the card 0 s" in whole.why[-1]
+    assert whole.tokens_per_s > some.tokens_per_s > few.tokens_per_s and some.tokens_per_s > disk.tokens_per_s
+    for block in (some, few):
+        assert "of weights cross to the card" in block.why[1] and "from the disk" not in block.why[1]
+        assert block.why[-1].startswith("a step waits for the link to the card")
+    assert "of them from the disk" in disk.why[1] and disk.why[-1].startswith("a step waits for the disk")
+
+
 @pytest.mark.long
 def test_no_other_number_of_streams_is_better_on_a_card() -> None:
     best = on_card(4 * GB).tokens_per_s

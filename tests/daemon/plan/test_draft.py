@@ -13,7 +13,8 @@ from tierd.daemon.card_memory import CardMemory
 from tierd.daemon.config import load
 from tierd.daemon.errors import ModelNotFound
 from tierd.daemon.machine import Machine, auto_weights
-from tierd.daemon.models.catalog import load_manifest
+from tierd.daemon.models.catalog import Manifest, RecordEntry, TensorEntry, load_manifest
+from tierd.daemon.models.spec import ModelSpec
 from tierd.daemon.plan import draft as plan_draft
 from tierd.daemon.plan.auto import LEAST_ARENA_BYTES, choose_sizes
 from tierd.daemon.plan.draft import (
@@ -87,10 +88,22 @@ def test_none_beside_itself_and_none_where_weights_lack_its_memory(models_dir: P
 GB = 10**9
 
 
+def manifest_of(spec: ModelSpec, weights_bytes: int, like: Manifest) -> Manifest:
+    """Layers of one matrix that take so many bytes together, and small ends."""
+    names = ["embed", *(f"layer.{number}" for number in range(spec.num_layers)), "final", "head"]
+    rows, records = weights_bytes // spec.num_layers // 8192, []
+    for name in names:
+        tensor = TensorEntry("matrix", "bf16", rows if name.startswith("layer.") else 1, 4096, 0, 0)
+        size = 2 * tensor.rows * tensor.cols
+        records.append(RecordEntry(name, 0, size, "", (msgspec.structs.replace(tensor, bytes=size),)))
+    total = sum(record.bytes for record in records)
+    return msgspec.structs.replace(like, spec=spec, records=tuple(records), bytes=total)
+
+
 def test_on_a_card_or_beside_it(models_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"models_dir": str(models_dir), "draft": "smollm2:135m"}
     settings = load(flags, {"TIERD_RUNTIME_DIR": str(tmp_path), "TIERD_CONFIG": ""}).settings
-    spec = known_shape("llama-3-8b").spec
+    spec, like = known_shape("llama-3-8b").spec, load_manifest(models_dir / "smollm2-135m")
     assert spec is not None
 
     def choose(weights_bytes: int, ram_bytes: int = 64 * GB, name: str = "large", **changes: int) -> Draft:
@@ -100,10 +113,11 @@ def test_on_a_card_or_beside_it(models_dir: Path, tmp_path: Path, monkeypatch: p
         def sizes(left: Machine) -> object:
             return choose_sizes(asked, left, spec, weights_bytes, 2048, 2, weights_bytes)
 
-        return choose_card_draft(asked, models_dir / name, weights_bytes, machine, 2, sizes)
+        manifest = manifest_of(spec, weights_bytes, like)
+        return choose_card_draft(asked, models_dir / name, manifest, machine, 2, sizes)
 
     here = choose(5 * GB)
-    taken = card_draft_bytes(load_manifest(models_dir / "smollm2-135m"), settings.max_streams)
+    taken = card_draft_bytes(like, settings.max_streams)
     assert here.on_card and not here.why and here.ram_bytes == 0 and here.card_bytes == taken.total > 80_000_000
     assert choose(5 * GB, name="smollm2-135m") == Draft()  # not for itself
     machine = Machine(8 * GB, 8 * GB, 0, CardMemory("a card", 24 * GB, 24 * GB))
